@@ -12,6 +12,7 @@ from rlhf_mcore.geometry import LatentSizes, ModelGeometry
 
 TE, TORCH, OURS, MEGATRON = "Transformer Engine", "torch", "rlhf_mcore", "Megatron"
 FLA = "flash-linear-attention"
+MAMBA = "mamba-ssm"
 ONE_BY_ONE = "one after the other"  # experts
 # Compute capability of the GPUs on which we use torch's grouped matrix multiplication for experts. On Blackwell it returns a gradient
 # that is not zero for an expert without tokens (pytorch issue 172439).
@@ -38,7 +39,7 @@ def expected_kernels(has_gpu: bool) -> dict[str, str]:
         "rope": f"{TE}, fused" if has_te and has_gpu else MEGATRON,
         "gradient accumulation": "fused" if has_te and has_gpu and find_spec(APEX) is not None else TORCH,
         "cross entropy": OURS,
-        **({"gated delta nets": delta} if has_gpu else {}),
+        **({"gated delta nets": delta, "state spaces": MAMBA if has_mamba() else TORCH} if has_gpu else {}),
         "experts": f"{grouped}, grouped" if grouped is not None else ONE_BY_ONE,
         "dispatcher": "alltoall",
         "AdamW": fused[0] if fused and has_gpu else TORCH,
@@ -55,7 +56,14 @@ def why_unshared(geometry: ModelGeometry, cp: int, has_gpu: bool) -> str | None:
         return "an indexer selects keys"
     if geometry.delta is not None and has_gpu and find_spec("fla") is not None:
         return f"gated delta nets run by {FLA}"
+    if geometry.space is not None and has_gpu and has_mamba():
+        return f"state spaces run by {MAMBA}"
     return None
+
+
+def has_mamba() -> bool:
+    """Return whether the kernels of state spaces are installed: mamba-ssm and causal-conv1d."""
+    return all(find_spec(package) is not None for package in ("mamba_ssm", "causal_conv1d"))
 
 
 def computes_delta_gradients() -> bool:

@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.masters import SplitMaster
 
-# The block that mixes tokens: attention (wide: ``WideSizes``), a gated delta net, or attention to the keys of an indexer,
+# The block that mixes tokens: attention (wide: ``WideSizes``), a recurrent layer, or attention to the keys of an indexer,
 # or to shared keys.
-Mixer = Literal["attention", "wide", "delta", "indexed", "shared"]
-LayerKind = tuple[Mixer, Literal["dense", "moe"]]  # the mixer, then an MLP or experts
+Mixer = Literal["attention", "wide", "delta", "state_space", "indexed", "shared", "none"]
+Behind = Literal["dense", "moe", "none"]  # an MLP or experts
+Block = Literal["attention", "state_space", "dense", "moe"]
+LayerKind = tuple[Mixer, Behind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,32 @@ class DeltaSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class SpaceSizes:
+    """State spaces of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), which replace attention in some layers."""
+
+    heads: int
+    head_dim: int
+    groups: int  # the heads of a group share the projections into and out of their states
+    state_dim: int  # a head's state has state_dim x head_dim elements
+    kernel: int  # number of tokens in the kernel of the convolution
+
+    @property
+    def inner(self) -> int:
+        """Return the number of elements of the inputs of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv_sizes(self) -> tuple[int, int, int]:
+        """Return the numbers of elements that the convolution reads: inputs, and projections into and out of states."""
+        return self.inner, self.groups * self.state_dim, self.groups * self.state_dim
+
+    @property
+    def projection_sizes(self) -> tuple[int, ...]:
+        """Return the numbers of elements of a token's projection: gates, convolved elements, and time steps."""
+        return self.inner, *self.conv_sizes, self.heads
+
+
+@dataclass(frozen=True, slots=True)
 class WindowSizes:
     """Sliding-window attention in some layers."""
 
@@ -176,6 +204,9 @@ class ModelGeometry:
     window: WindowSizes | None = None
     wide: WideSizes | None = None
     delta: DeltaSizes | None = None
+    space: SpaceSizes | None = None
+    # For models with one block per layer, the block of each layer. Other models have a mixer and an MLP in every layer.
+    blocks: tuple[Block, ...] = ()
     experts: ExpertSizes | None = None
     # MTP layers that are trained with the model; they are numbered after the last layer
     mtp_layers: int = 0
@@ -208,7 +239,7 @@ class ModelGeometry:
     def attentions(self) -> list[tuple[GroupedSizes | LatentSizes, tuple[int, ...]]]:
         """Return each kind of attention with its layers, without MTP layers."""
         wide = () if self.wide is None else self.wide.layers
-        others = tuple(n for n in range(self.num_layers) if n not in wide and n not in self.delta_layers)
+        others = tuple(n for n in range(self.num_layers) if self.layer_kind(n)[0] in ("attention", "indexed", "shared"))
         return [(self.attention, others), *([(self.wide.heads, wide)] if self.wide is not None else [])]
 
     def attention_of(self, layer: int) -> GroupedSizes | LatentSizes:
@@ -220,11 +251,21 @@ class ModelGeometry:
         return () if self.delta is None else self.delta.layers
 
     @property
+    def recurrent_part(self) -> str | None:
+        """Name the layers whose state passes from token to token, or return None without such layers."""
+        return "gated delta nets" if self.delta is not None else "state spaces" if self.space is not None else None
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks in all layers: mixers, MLPs and MoE blocks."""
+        return len(self.blocks) or 2 * self.num_layers
+
+    @property
     def has_dense_mlp(self) -> bool:
-        return self.experts is None or bool(self.experts.dense_layers)
+        return any(self.layer_kind(layer)[1] == "dense" for layer in range(self.num_layers))
 
     def is_moe_layer(self, layer: int) -> bool:
-        return self.experts is not None and layer not in self.experts.dense_layers
+        return self.layer_kind(layer)[1] == "moe"
 
     @property
     def moe_layers(self) -> list[int]:
@@ -243,16 +284,24 @@ class ModelGeometry:
 
     @property
     def num_attention_layers(self) -> int:
-        return self.num_layers - len(self.delta_layers)
+        return sum(len(layers) for _, layers in self.attentions)
+
+    def count_layers(self, mixer: Mixer) -> int:
+        """Return the number of layers with this mixer, without MTP layers."""
+        return sum(self.layer_kind(layer)[0] == mixer for layer in range(self.num_layers))
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Return the kinds of a layer's two blocks. Layers of the same kind have the same parameters."""
+        if self.blocks:
+            block = self.blocks[layer]
+            return ("none", block) if block == "dense" or block == "moe" else (block, "none")
         mixer: Mixer = "delta" if layer in self.delta_layers else "attention"
         if isinstance(self.attention, LatentSizes) and (indexer := self.attention.indexer) is not None:
             mixer = "shared" if layer in indexer.shared_layers else "indexed"
         if self.wide is not None and layer in self.wide.layers:
             mixer = "wide"
-        return mixer, "moe" if self.is_moe_layer(layer) else "dense"
+        is_dense = self.experts is None or layer in self.experts.dense_layers
+        return mixer, "dense" if is_dense else "moe"
 
     def padded_vocab(self, tp: int) -> int:
         """Return the padded number of rows of the embedding on tensor-parallel ranks: the next multiple of ``tp``."""

@@ -128,7 +128,7 @@ def check_engine(cfg: Config) -> None:
 def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
     """Check that an engine's KV cache on a CPU holds the longest prompt and response.
 
-    Models with sliding-window attention or delta nets need less, and are not checked.
+    Models with sliding-window attention, delta nets or state spaces need less, and are not checked.
 
     Raises:
         ConfigError: the cache is too small.
@@ -139,7 +139,7 @@ def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
     has_windows = hf_config.content.get("sliding_window") is not None and hf_config.content.get(
         "use_sliding_window", True
     )
-    if has_windows or geometry.delta is not None:
+    if has_windows or geometry.recurrent_part is not None:
         return
     width = 2 if cfg.model.dtype in ("bf16", "fp16") else 4
     tokens = cfg.rollout.max_model_len or cfg.data.max_prompt_tokens + max_new_tokens(cfg)

@@ -56,6 +56,7 @@ _KINDS: dict[Kind, tuple[Kind, Kind]] = {
             "gated_qkv",
             "delta",
             "delta_by_head",
+            "state_space",
         )
     },
 }
@@ -198,6 +199,8 @@ def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
     Raises:
         ConfigError: a target is not a linear layer of the model, or does not support adapters.
     """
+    if family.one_block is not None:  # transformers and PEFT name its modules differently from its files
+        raise ConfigError(f"{field}: adapters of {geometry.family} are not supported; train all weights instead")
     linear, stacked = [EMBEDDING, *([OUTPUT] if geometry.head == "lm" else [])], []
     for layer in range(geometry.num_layers):
         for rule in family.layer_rules(geometry, layer):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.families.delta import DeltaNet
     from rlhf_mcore.families.latent import Latent
     from rlhf_mcore.families.mixture import Mixture, SigmoidMixture
+    from rlhf_mcore.families.one_block import OneBlock
     from rlhf_mcore.families.vision import Vision
     from rlhf_mcore.families.windows import Windows
 
@@ -67,6 +68,7 @@ Kind = Literal[
     "stacked_columns",  # equal runs of columns of one expert, of a tensor with all experts
     "delta",  # rows of a gated delta net by head; files group them by kind
     "delta_by_head",  # the same rows; files group the inputs by key head
+    "state_space",  # rows of a state-space layer by head and group; files group them by kind
     "gated_qkv",  # like "qkv", but queries and gates alternate per head in files
     "joined_qkv",  # like "qkv", but files stack queries, keys and values in one tensor
     "halves",  # like "column_parallel", but files stack the two matrices in one tensor
@@ -74,7 +76,7 @@ Kind = Literal[
     "vocab_columns",  # equal runs of columns of the padded vocabulary, transposed
 ]
 Layers = Literal[
-    "all", "dense", "moe", "attention", "wide", "delta", "indexed", "mtp"
+    "all", "dense", "moe", "attention", "wide", "delta", "state_space", "indexed", "mtp"
 ]  # layers that have the parameter
 Spec = Literal["any", "local", "te"]  # layer specs with this name; "te": Transformer Engine's
 
@@ -250,6 +252,7 @@ class Family:
     latent: Latent | None = None  # multi-head latent attention instead of grouped heads
     windows: Windows | None = None  # layers with sliding-window attention
     delta: DeltaNet | None = None  # layers with a gated delta net
+    one_block: OneBlock | None = None  # one block per layer, some of them state spaces
     mixture: Mixture | SigmoidMixture | MixtureBesideMLP | None = None
     experts_beside_mlp: bool = False  # layers with experts have an MLP too; both have norms of input and output
     vision: Vision | None = None  # a tower; config.json has its sizes in a separate section
@@ -262,6 +265,7 @@ class Family:
     qkv_bias_key: str = ""  # config.json's flag for biases of queries, keys and values
     qkv_bias: bool = False  # default of this flag
     norm_of_projections: bool = False  # one norm over all heads together
+    rotates: bool = True  # rotary embeddings
     rotates_partly: bool = False  # partial_rotary_factor sets the rotated share of a head
     rotates_proportionally: bool = False  # the same for rope type "proportional": other channels have frequency 0
     norm_of_values: bool = False  # each head's values are normalised without a weight
@@ -274,6 +278,7 @@ class Family:
     tied: bool = False  # default without tie_word_embeddings in config.json: the embedding is the output layer
     scales_embeddings: bool = False  # by the square root of the hidden size
     logit_cap_key: str = ""  # config.json's key for a bound c of logits z: c tanh(z / c)
+    norm_eps_key: str = "rms_norm_eps"  # config.json's epsilon of norms
 
     # Megatron settings that differ from its defaults, in names shared by TransformerConfig and Megatron-LM's
     # arguments.
@@ -289,11 +294,20 @@ class Family:
     # Without ``windows``: the key that activates sliding_window, and the default of sliding_window.
     window_switch: Literal["sliding_window", "use_sliding_window", "max_window_layers"] = "max_window_layers"
     default_window: int = 0
+    # Keys that are changed before transformers computes, because it deviates from the published model and from vLLM.
+    of_transformers: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def parts(self) -> list[Latent | Windows | DeltaNet | Mixture | SigmoidMixture | MixtureBesideMLP]:
+    def parts(self) -> list[Latent | Windows | DeltaNet | OneBlock | Mixture | SigmoidMixture | MixtureBesideMLP]:
         """List the family's parts. Each part reads sizes, Megatron's settings and unsupported values from config.json."""
-        return [part for part in (self.latent, self.windows, self.delta, self.mixture) if part is not None]
+        return [
+            part for part in (self.latent, self.windows, self.delta, self.one_block, self.mixture) if part is not None
+        ]
+
+    @property
+    def has_gates(self) -> bool:
+        """Return whether MLPs and experts multiply their activation by a linear part."""
+        return bool(self.megatron.get("gated_linear_unit", True))
 
     @property
     def has_stacked_experts(self) -> bool:
@@ -340,6 +354,8 @@ class Family:
 
     def text(self, hf_config: Fields) -> Fields:
         """Return the section of a config.json that describes the language model."""
+        if self.one_block is not None:
+            return self.one_block.with_number(hf_config)
         return hf_config if self.vision is None else self.vision.text(hf_config)
 
     def megatron_settings(self, hf_config: Fields) -> dict[str, Any]:

@@ -74,8 +74,8 @@ def quantisation_problems(geometry: ModelGeometry) -> Iterator[str]:
         yield f"projections of {geometry.family}'s latent attention are absorbed by others"
     if geometry.wide is not None:
         yield f"{geometry.family} has layers with other heads"
-    if geometry.delta is not None:
-        yield f"{geometry.family} has gated delta nets"
+    if geometry.recurrent_part is not None:
+        yield f"{geometry.family} has {geometry.recurrent_part}"
 
 
 def cut_problems(

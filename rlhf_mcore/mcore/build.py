@@ -171,7 +171,7 @@ def _build_chunk(
         post_process=last,
         parallel_output=True,
         share_embeddings_and_output_weights=spec.geometry.tied_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if FAMILIES[spec.geometry.family].rotates else "none",
         pg_collection=groups.collection,
         vp_stage=vp_stage,
     )
@@ -186,7 +186,7 @@ def _build_chunk(
         add_mtp_layers(chunk, spec.geometry, groups, options.layer_spec, family, alone=options.mtp.alone)
     if isinstance(spec.geometry.attention, LatentSizes):
         set_latent_frequencies(chunk, spec.inv_freq, spec.rope_scale)
-    else:
+    elif FAMILIES[spec.geometry.family].rotates:
         chunk.rotary_pos_emb.inv_freq = spec.inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
         if spec.window_inv_freq is not None:
             set_window_frequencies(chunk, spec.window_inv_freq)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -199,11 +199,6 @@ class GatedDeltaNet(torch.nn.Module):
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return SummedGradient.apply(self.out_norm.weight, self._tp) * normed.to(x.dtype)
-
-
-def delta_net_spec(column: type[torch.nn.Module], row: type[torch.nn.Module]) -> ModuleSpec:
-    """Build the spec of a gated delta net as a layer's "attention", with column- and row-parallel linear layers."""
-    return ModuleSpec(GatedDeltaNet, {"in_proj": column, "out_proj": row})
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from rlhf_mcore.expected_kernels import (
     FLA,
     FUSED_ADAM,
     GROUPS_EXPERTS,
+    MAMBA,
     MEGATRON,
     ONE_BY_ONE,
     OURS,
@@ -32,6 +33,7 @@ from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet
 from rlhf_mcore.mcore.layers import RMSNorm
 from rlhf_mcore.mcore.mixture import GroupedExperts, group_experts, routers
 from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.mcore.state_space import SpaceKernels, StateSpace
 from rlhf_mcore.mcore.weights import unwrap
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -59,6 +61,11 @@ def use_fast_kernels(modules: Iterable[torch.nn.Module], config: TransformerConf
         for module in modules:
             if isinstance(module, GatedDeltaNet):
                 module.fla = delta
+    if config.mamba_num_heads:
+        space = _space_kernels()
+        for module in modules:
+            if isinstance(module, StateSpace):
+                module.kernels = space
     if config.num_moe_experts and config.params_dtype is torch.bfloat16 and capability == GROUPS_EXPERTS:
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -115,6 +122,18 @@ def _delta_kernels(key_dim: int) -> DeltaKernels | None:
     return DeltaKernels(causal_conv1d, chunk_gated_delta_rule)
 
 
+def _space_kernels() -> SpaceKernels | None:
+    """Return the kernels of mamba-ssm 2 and causal-conv1d 1.4 or later, or None if they are not installed."""
+    try:
+        from causal_conv1d import causal_conv1d_fn
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+    except ImportError:
+        return None
+    if any("seq_idx" not in inspect.signature(x).parameters for x in (causal_conv1d_fn, mamba_chunk_scan_combined)):
+        return None
+    return SpaceKernels(causal_conv1d_fn, mamba_chunk_scan_combined)
+
+
 Kind = TypeVar("Kind")
 ADAM = Adam.__module__  # module of the Adam class that Megatron imported
 
@@ -139,6 +158,8 @@ def live_kernels(model: MegatronModel) -> dict[str, str]:
         kernels["products"] = f"{TE}, {config.fp8} ({config.fp8_recipe})"
     if config.linear_attention_freq and (delta := _first(chunk, GatedDeltaNet)) is not None:
         kernels["gated delta nets"] = TORCH if delta.fla is None else FLA
+    if config.mamba_num_heads and (space := _first(chunk, StateSpace)) is not None:
+        kernels["state spaces"] = TORCH if space.kernels is None else MAMBA
     if config.num_moe_experts:
         kind = config.moe_token_dispatcher_type
         backend = "" if kind != "flex" else f" ({config.moe_flex_dispatcher_backend})"

@@ -23,7 +23,7 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_ba
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -34,12 +34,13 @@ from torch import Tensor
 
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.base import Family
-from rlhf_mcore.geometry import LayerKind, ModelGeometry, WideSizes
+from rlhf_mcore.geometry import LayerKind, Mixer, ModelGeometry, WideSizes
 from rlhf_mcore.mcore.attention import LatentAttention, add_parts, local_attention_spec, use_wide_heads
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention, with_trees
-from rlhf_mcore.mcore.delta_net import delta_net_spec
+from rlhf_mcore.mcore.delta_net import GatedDeltaNet
 from rlhf_mcore.mcore.indexed_attention import use_indexed_attention, use_shared_attention
 from rlhf_mcore.mcore.mixture import use_mixture
+from rlhf_mcore.mcore.state_space import StateSpace
 from rlhf_mcore.platform import cpu_kernels
 from rlhf_mcore.platform.megatron_versions import submodules_of
 
@@ -74,15 +75,18 @@ def layer_spec(
     """Build the spec of the layers of one kind. ``wide``: sizes of the kind "wide"."""
     (mixer, behind), te = layer, use_te(kind)
     spec = (_te_spec if te else _local_spec)(config, family, moe=behind == "moe")
-    _MIXERS[mixer](spec.submodules, config, family, te)
+    parts = spec.submodules
+    _MIXERS[mixer](parts, config, family, te)
     if mixer == "wide":
         assert wide is not None
-        use_wide_heads(spec.submodules.self_attention, wide)
+        use_wide_heads(parts.self_attention, wide)
     if behind == "moe":
-        use_mixture(spec.submodules.mlp, family)
+        use_mixture(parts.mlp, family)
         if family.experts_beside_mlp:
-            spec.submodules.pre_mlp_layernorm = IdentityOp
-    _place_norms(spec.submodules, config, family)
+            parts.pre_mlp_layernorm = IdentityOp
+    _place_norms(parts, config, family)
+    if behind == "none":
+        parts.pre_mlp_layernorm, parts.mlp, parts.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
     return spec
 
 
@@ -108,22 +112,38 @@ def _add_parts(layer: TransformerLayerSubmodules, config: TransformerConfig, fam
         add_parts(attention, **parts)
 
 
-def _use_delta_net(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family, te: bool) -> None:
+def _use_recurrence(module: type[torch.nn.Module], layer: TransformerLayerSubmodules, te: bool) -> None:
+    """Use a recurrent layer, with column- and row-parallel linear layers, as a layer's "attention"."""
     backend: Any = LocalSpecProvider()
     if te:
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
         layer.input_layernorm, backend = TENorm, TESpecProvider()
-    layer.self_attention = delta_net_spec(backend.column_parallel_linear(), backend.row_parallel_linear())
+    parts = {"in_proj": backend.column_parallel_linear(), "out_proj": backend.row_parallel_linear()}
+    layer.self_attention = ModuleSpec(module, parts)
 
 
-_MIXERS = {
+def _use_delta_net(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family, te: bool) -> None:
+    _use_recurrence(GatedDeltaNet, layer, te)
+
+
+def _use_state_space(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family, te: bool) -> None:
+    _use_recurrence(StateSpace, layer, te)
+
+
+def _drop_mixer(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family, te: bool) -> None:
+    layer.input_layernorm, layer.self_attention, layer.self_attn_bda = IdentityOp, IdentityOp, IdentityFuncOp
+
+
+_MIXERS: dict[Mixer, Callable[[TransformerLayerSubmodules, TransformerConfig, Family, bool], None]] = {
     "attention": _add_parts,
     "wide": _add_parts,
     "delta": _use_delta_net,
+    "state_space": _use_state_space,
     "indexed": use_indexed_attention,
     "shared": use_shared_attention,
+    "none": _drop_mixer,
 }
 
 

@@ -44,7 +44,8 @@ class ModelSpec:
     hf_config: PretrainedConfig  # config of the language model
     architecture: str
     megatron: Mapping[str, Any]  # TransformerConfig settings that the family requires
-    inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies; for latent attention [rope_dim / 2]
+    # [head_dim / 2] rotary frequencies; for latent attention [rope_dim / 2]; empty: nothing rotates
+    inv_freq: torch.Tensor
     # Multiplies the rotary sines and cosines (yarn's attention factor), except in windowed layers with own frequencies.
     rope_scale: float
     window_inv_freq: torch.Tensor | None = None  # [head_dim / 2] frequencies of windowed layers, if they differ
@@ -86,8 +87,9 @@ def load_spec(
     try:
         whole = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
         hf = whole.get_text_config()
-        inv_freq, rope_scale = _rotary(hf, "full_attention")
-        own = _rotary(hf, _WINDOW)[0] if _WINDOW in hf.rope_parameters else None
+        family, _ = ARCHITECTURES[whole.architectures[0]]
+        inv_freq, rope_scale = _rotary(hf, "full_attention") if family.rotates else (torch.empty(0), 1.0)
+        own = _rotary(hf, _WINDOW)[0] if family.rotates and _WINDOW in hf.rope_parameters else None
     except ConfigError:
         raise
     except Exception as error:  # any type: transformers checks keys that we do not read
@@ -95,10 +97,10 @@ def load_spec(
         raise ConfigError(
             f"{field}={path}: transformers rejects config.json ({reason}); export the model again"
         ) from error
-    family, _ = ARCHITECTURES[whole.architectures[0]]
     fields = Fields(whole.to_dict(), f"{field}={path}: config.json", "export the model again")
     geometry = family.geometry(fields, head)
-    _check_rotated(hf, geometry, inv_freq, f"{field}={path}")
+    if family.rotates:
+        _check_rotated(hf, geometry, inv_freq, f"{field}={path}")
     settings, tower = family.megatron_settings(fields), getattr(whole, "vision_config", None)
     return ModelSpec(geometry, hf, whole.architectures[0], settings, inv_freq, rope_scale, own, tower)
 
@@ -162,7 +164,7 @@ def transformer_config(
         ConfigError: Megatron rejects the user's ``overrides``.
     """
     latent, family = isinstance(spec.geometry.attention, LatentSizes), FAMILIES[spec.geometry.family]
-    settings: dict[str, Any] = {"add_bias_linear": False, **spec.megatron}
+    settings: dict[str, Any] = {"add_bias_linear": False, "gated_linear_unit": True, **spec.megatron}
     if latent:
         # This setting puts norms inside fused layers. The gradients of standalone norms are already whole, so
         # Megatron would sum them twice.
@@ -198,7 +200,12 @@ def _swish(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """Square the ReLU (So et al. 2021, arXiv 2109.08668). Megatron's version is compiled, too."""
+    return F.relu(x).square()
+
+
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"), "relu2": _squared_relu}
 
 
 def _sizes(spec: ModelSpec) -> dict[str, Any]:
@@ -210,9 +217,8 @@ def _sizes(spec: ModelSpec) -> dict[str, Any]:
         num_query_groups=g.num_kv_heads,
         kv_channels=g.head_dim,
         ffn_hidden_size=g.ffn_size,
-        layernorm_epsilon=spec.hf_config.rms_norm_eps,
+        layernorm_epsilon=getattr(spec.hf_config, FAMILIES[g.family].norm_eps_key),
         normalization="RMSNorm",
-        gated_linear_unit=True,
         activation_func=_swish if "glu_linear_offset" in spec.megatron else _ACTIVATIONS[FAMILIES[g.family].activation],
         hidden_dropout=0.0,
         attention_dropout=0.0,

@@ -5,9 +5,10 @@ for each pair of a token and a token that it attends to. Causal attention has n 
 as a full square (Narayanan et al. 2021, arXiv 2104.04473, appendix). A layer with a window has the pairs within the window.
 In a gated delta net, each token reads a head's state with its key, adds the product of key and value, and reads the state
 with its query (Yang et al. 2024, arXiv 2412.06464, eq. 10). This is 6 · value heads · key size · value size per token,
-for any n. In an MoE model, only the experts of a token count. The output layer counts only for tokens with logits. An update
-counts as three forward passes, including trained MTP layers. Recomputation is not counted, so the share is the model FLOPs
-utilisation (MFU) of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+for any n. In a state space, each token adds the product of its input and its projection, and reads the state (Dao and Gu 2024,
+arXiv 2405.21060): 4 · heads · head size · state size. In an MoE model, only the experts of a token count. The output layer
+counts only for tokens with logits. An update counts as three forward passes, including trained MTP layers. Recomputation is
+not counted, so the share is the model FLOPs utilisation (MFU) of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations

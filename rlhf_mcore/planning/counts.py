@@ -122,14 +122,16 @@ def _active(whole: Elements, geometry: ModelGeometry) -> float:
 def model_flops(geometry: ModelGeometry) -> ModelFlops:
     """Count the operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
     logits = geometry.vocab_size * geometry.hidden_size if geometry.head == "lm" else 0
-    states = 0 if (delta := geometry.delta) is None else len(delta.layers) * delta.values * delta.key_dim
+    states = 0.0 if (delta := geometry.delta) is None else 6.0 * len(delta.layers) * delta.values * delta.key_dim
+    if (space := geometry.space) is not None:
+        states += 4.0 * geometry.count_layers("state_space") * space.inner * space.state_dim
     windows, tokens = ((), 0) if (window := geometry.window) is None else (window.layers, window.tokens)
     pair = window_pair = 0.0
     for sizes, layers in geometry.attentions:
         each, cut = 2.0 * sizes.num_heads * (sizes.head_dim + sizes.value_dim), len({*layers} & {*windows})
         pair, window_pair = pair + (len(layers) - cut) * each, window_pair + cut * each
     return ModelFlops(
-        token=2.0 * (active_parameters(geometry) - logits) + 6.0 * states,
+        token=2.0 * (active_parameters(geometry) - logits) + states,
         pair=pair,
         logits=2.0 * logits,
         window_pair=window_pair,

@@ -50,12 +50,16 @@ def kv_bytes_per_token(geometry: ModelGeometry, grid: EngineGrid, width: int) ->
 
 
 def state_bytes_per_sequence(geometry: ModelGeometry, grid: EngineGrid, width: int) -> int:
-    """Count the bytes of a sequence's delta-net state on an engine rank, for any length: fp32 states, last convolution inputs."""
-    if (delta := geometry.delta) is None:
+    """Count the bytes of a sequence's recurrent states on an engine rank, for any length: fp32 states, last convolution inputs."""
+    if (delta := geometry.delta) is not None:
+        layers, states = len(delta.layers), delta.values * delta.key_dim
+        convolved = (delta.kernel - 1) * (2 * delta.keys + delta.values)
+    elif (space := geometry.space) is not None:
+        layers, states = geometry.count_layers("state_space"), space.inner * space.state_dim
+        convolved = (space.kernel - 1) * sum(space.conv_sizes)
+    else:
         return 0
-    convolved = (delta.kernel - 1) * (2 * delta.keys + delta.values)
-    states = FP32 * delta.values * delta.key_dim + width * convolved
-    return _most_layers(grid, len(delta.layers)) * states // grid.tp
+    return _most_layers(grid, layers) * (FP32 * states + width * convolved) // grid.tp
 
 
 def engine_weights(inputs: PlanInputs) -> int:
@@ -93,7 +97,7 @@ def kv_tokens(inputs: PlanInputs) -> int:
 
 
 def state_tokens(inputs: PlanInputs) -> int:
-    """Count the cache tokens that need as much memory as the gated delta-net states of a sequence."""
+    """Count the cache tokens that need as much memory as the recurrent states of a sequence."""
     width = BYTES[inputs.dtype]
     return -(-state_bytes_per_sequence(inputs.roles[0].geometry, engine_grid(inputs.cfg), width) // kv_bytes(inputs))
 

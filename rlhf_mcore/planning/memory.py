@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.vision import MAX_PATCHES
-from rlhf_mcore.geometry import DeltaSizes, LatentSizes
+from rlhf_mcore.geometry import DeltaSizes, LatentSizes, ModelGeometry, SpaceSizes
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.counts import first_alike, stage_elements, tower_elements
 from rlhf_mcore.planning.inputs import PlannedRole
@@ -34,6 +34,9 @@ HOST_BUCKET = 1 << 25  # elements; copied from mcore/host_state.py, which has tw
 SLICE_BYTES = 64 * 2**20
 # Numbers of delta-net tensors with one element per key, per value, per token of a chunk, and per state element.
 _DELTA_KEYS, _DELTA_VALUES, _DELTA_CHUNKS, _DELTA_STATES = 11, 8, 6, 3
+# The same for state spaces: per input, per token of a chunk, per state element, and per projection of a group's states.
+_SPACE_INPUTS, _SPACE_CHUNKS, _SPACE_STATES, _SPACE_PROJECTIONS = 16, 3, 3, 18
+_CHUNK = 64  # tokens; copied from mcore/recurrence.py, which imports torch
 
 
 # ------------------------------------------------------------------------------------------------------------------ state
@@ -271,18 +274,27 @@ def _layer_parts(run: Pass, layer: int) -> dict[str, float]:
     """
     role, geometry, layout, width = run.role, run.role.geometry, run.role.layout, run.width
     hidden, input_width = geometry.hidden_size / run.share, _FP8 if role.fp8 else width
-    is_moe = geometry.is_moe_layer(layer)
+    mixer, behind = geometry.layer_kind(layer)
     sizes = geometry.attention_of(layer)
     attended = _FP8 * sizes.num_heads * sizes.value_dim / layout.tp if role.fp8 else 0.0
-    parts = {
-        # Inputs of norms; cosines and sines for queries and for keys.
-        "": width * (2 * hidden + _attention(run, layer) / layout.tp + 4 * sizes.rope_dim) + attended,
-        "layernorm": (input_width + (width if is_moe else input_width)) * hidden,
-        "core_attn": FP32 * geometry.num_heads / layout.tp,
-    }
-    # Tensors of the MLP's width: both halves, the activation unless it is fused, and the product.
-    wide = width * (2 if role.megatron.get("bias_activation_fusion", True) else 3)
-    if geometry.experts is None or not is_moe:
+    parts = {"": 0.0, "layernorm": 0.0}
+    if mixer != "none":
+        # Input of the norm; cosines and sines for queries and for keys.
+        angles = 4 * sizes.rope_dim * FAMILIES[geometry.family].rotates
+        parts[""] = width * (hidden + _attention(run, layer) / layout.tp + angles)
+        parts["layernorm"] = input_width * hidden
+    if mixer not in ("none", "state_space"):
+        parts[""] += attended
+        parts["core_attn"] = FP32 * geometry.num_heads / layout.tp
+    if behind == "none":
+        return parts
+    parts[""] += width * hidden
+    parts["layernorm"] += (width if behind == "moe" else input_width) * hidden
+    # Tensors of the MLP's width: both halves, the activation unless it is fused, and the product. Without gates: the
+    # input of the activation, and the tensor that is squared.
+    is_fused = role.megatron.get("bias_activation_fusion", True) or not FAMILIES[geometry.family].has_gates
+    wide = width * (2 if is_fused else 3)
+    if geometry.experts is None or behind == "dense":
         return parts | {"mlp": (wide + input_width) * geometry.ffn_size / layout.tp}
     experts, copies = geometry.experts, run.copies
     copied = copies * (input_width * geometry.hidden_size + wide * experts.ffn_size / layout.expert_tp)
@@ -315,8 +327,11 @@ def _attention(run: Pass, layer: int) -> float:
     With latent attention: up-projections, queries and keys assembled from their parts, values, and the output.
     """
     geometry = run.role.geometry
-    if geometry.delta is not None and layer in geometry.delta.layers:
+    mixer = geometry.layer_kind(layer)[0]
+    if mixer == "delta" and geometry.delta is not None:
         return delta_elements(geometry.delta)
+    if mixer == "state_space" and geometry.space is not None:  # gates, and the outputs before and after them, too
+        return exchanged_elements(geometry.space) + 3 * geometry.space.inner
     sizes = geometry.attention_of(layer)
     queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     values = sizes.num_kv_heads * sizes.value_dim
@@ -331,6 +346,11 @@ def delta_elements(delta: DeltaSizes) -> int:
     return 2 * delta.keys + 2 * delta.value_heads + 3 * delta.values
 
 
+def exchanged_elements(space: SpaceSizes) -> int:
+    """Count the elements per token that enter and leave the heads of a state space. Everything else is recomputed."""
+    return sum(space.conv_sizes) + space.heads + space.inner
+
+
 # ------------------------------------------------------------------------------------------- what exists only for a moment
 def _forward_bytes(run: Pass, layer: int) -> float:
     is_moe = run.role.geometry.is_moe_layer(layer)
@@ -342,10 +362,12 @@ def _computing_bytes(run: Pass, layer: int) -> float:
     recompute, again = run.role.recompute, _dropped_bytes(run, layer)
     if recompute.whole_layers:  # the activations of a recomputed unit exist while its backward pass runs
         again = (recompute.num_layers if recompute.granularity == "full" else 1) * _layer_bytes(run, layer)
-    own = _backward_bytes(run)
-    if run.role.geometry.is_moe_layer(layer):  # in addition to stacked weights, the gradients of all experts
+    mixer, behind = run.role.geometry.layer_kind(layer)
+    own = _backward_bytes(run) if behind == "dense" else 0.0
+    if behind == "moe":  # in addition to stacked weights, the gradients of all experts
         own = _dispatch_bytes(run) + 2 * _stacked_bytes(run)
-    return run.tokens * again + max(own, _delta_bytes(run, layer))
+    recurrence = _delta_bytes(run) if mixer == "delta" else _space_bytes(run) if mixer == "state_space" else 0.0
+    return run.tokens * again + max(own, recurrence)
 
 
 def _stacked_bytes(run: Pass) -> float:
@@ -355,7 +377,19 @@ def _stacked_bytes(run: Pass) -> float:
     count = experts.count // role.layout.ep
     if count == 1 or not run.groups_experts or role.adapters is not None or role.dtype != "bf16":
         return 0.0
-    return run.width * count * 2 * experts.ffn_size * role.geometry.hidden_size / role.layout.expert_tp
+    return (
+        run.width
+        * count
+        * _halves(role.geometry)
+        * experts.ffn_size
+        * role.geometry.hidden_size
+        / role.layout.expert_tp
+    )
+
+
+def _halves(geometry: ModelGeometry) -> int:
+    """Count the matrices of an MLP's first linear layer."""
+    return 2 if FAMILIES[geometry.family].has_gates else 1
 
 
 def _backward_bytes(run: Pass) -> float:
@@ -367,8 +401,9 @@ def _backward_bytes(run: Pass) -> float:
     """
     hidden, ffn = run.role.geometry.hidden_size, run.role.geometry.ffn_size / run.role.layout.tp
     gathered = hidden + 2 * hidden / run.share if run.share > 1 else 0.0
-    activation = run.tokens * (hidden + 2 * ffn)
-    weight = 2 * hidden * ffn + run.tokens * (hidden + gathered - ffn)
+    halves = _halves(run.role.geometry)
+    activation = run.tokens * (hidden + halves * ffn)
+    weight = halves * hidden * ffn + run.tokens * (hidden + gathered - ffn)
     return run.width * max(activation, weight)
 
 
@@ -385,23 +420,36 @@ def _dispatch_bytes(run: Pass) -> float:
     return run.tokens * role.geometry.hidden_size * (there + summed)
 
 
-def _delta_bytes(run: Pass, layer: int) -> float:
+def _delta_bytes(run: Pass) -> float:
     """Count the bytes that mcore/delta_net.py holds for a layer in its backward pass, in fp32.
 
     Queries and keys exist once per value head. With context parallelism, an exchange adds its message, the received message,
     and a copy in token order. The numbers come from a trace.
     """
-    layout = run.role.layout
-    if (delta := run.role.geometry.delta) is None or layer not in delta.layers:
-        return 0.0
-    keys, values, chunk = delta.key_dim, delta.value_dim, 64
+    layout, delta = run.role.layout, run.role.geometry.delta
+    assert delta is not None
+    keys, values = delta.key_dim, delta.value_dim
     per_head = (
-        _DELTA_KEYS * keys + _DELTA_VALUES * values + _DELTA_CHUNKS * chunk + _DELTA_STATES * keys * values / chunk
+        _DELTA_KEYS * keys + _DELTA_VALUES * values + _DELTA_CHUNKS * _CHUNK + _DELTA_STATES * keys * values / _CHUNK
     )
     cp = layout.cp  # all tokens of some heads; ranks may have different numbers of heads
     heads = -(-delta.value_heads // layout.tp // cp) * cp
     exchanged = 3 * run.width * delta_elements(delta) / layout.tp if cp > 1 else 0.0
     return run.tokens * (FP32 * heads * per_head + exchanged)
+
+
+def _space_bytes(run: Pass) -> float:
+    """Count the bytes that mcore/state_space.py holds for a layer in its backward pass, like ``_delta_bytes``.
+
+    Projections of states exist once per group. If context-parallel ranks share a group unevenly, they exist once per head.
+    """
+    layout, space = run.role.layout, run.role.geometry.space
+    assert space is not None
+    states, cp = space.head_dim * space.state_dim, layout.cp
+    per_head = _SPACE_INPUTS * space.head_dim + _SPACE_CHUNKS * _CHUNK + _SPACE_STATES * states / _CHUNK
+    heads, groups = -(-space.heads // layout.tp // cp) * cp, -(-space.groups // layout.tp // cp) * cp
+    exchanged = 3 * run.width * exchanged_elements(space) / layout.tp if cp > 1 else 0.0
+    return run.tokens * (FP32 * (heads * per_head + groups * _SPACE_PROJECTIONS * space.state_dim) + exchanged)
 
 
 def head_bytes(run: Pass, pp: int, *, training: bool) -> int:

@@ -123,7 +123,7 @@ class RunPlan:
     load: LoadEstimate
     hosted_bytes: int  # optimizer state of the fullest rank that the host keeps and steps
     engine_devices: int = 0  # in addition to the trainer's ``world_size`` devices
-    state_tokens: int = 0  # cache tokens with the same size as a sequence's gated delta-net states
+    state_tokens: int = 0  # cache tokens with the same size as a sequence's recurrent states
     samples_ahead: bool = False  # trainer.max_staleness > 0: responses are sampled while the trainer learns
     route_bytes: int = 0  # per token, if routes are replayed; on the host, and from an engine to the models
     later_sync_bytes: int | None = None  # per engine, at every sync except the first; None: all syncs are equal

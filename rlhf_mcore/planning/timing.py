@@ -36,6 +36,7 @@ from rlhf_mcore.planning.memory import (
     BYTES,
     FP32,
     delta_elements,
+    exchanged_elements,
     hosted_width,
     state_bytes,
 )
@@ -133,7 +134,7 @@ def decode_step_s(inputs: PlanInputs, running: float) -> float:
     memory_s = read / (gpu.memory_bytes_per_s * inputs.assumed.decode_efficiency)
     compute_s = running * grid.dp * prefill_token_s(inputs)
     exchange_s = _reduce_s(
-        inputs, grid.tp * grid.dp, running * actor.geometry.hidden_size * 2, 2 * actor.geometry.num_layers
+        inputs, grid.tp * grid.dp, running * actor.geometry.hidden_size * 2, actor.geometry.num_blocks
     )
     return max(memory_s, compute_s) + exchange_s
 
@@ -173,9 +174,8 @@ def _forward_flops(role: PlannedRole, work: Workload) -> float:
 def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator[float]:
     """Estimate the activation exchanges of a stage's ranks, in a forward pass over one rank's tokens."""
     geometry, layout = role.geometry, role.layout
-    layers = geometry.num_layers / layout.pp
     nbytes = tokens * geometry.hidden_size * BYTES[role.dtype]
-    yield _reduce_s(inputs, layout.tp, nbytes, 2 * layers)
+    yield _reduce_s(inputs, layout.tp, nbytes, geometry.num_blocks / layout.pp)
     if layout.cp > 1:  # keys and values of the other ranks' tokens, without overlap
         rate = _link(inputs, layout.tp * layout.cp)
         element_s = tokens * (layout.cp - 1) * BYTES[role.dtype] / (layout.tp * layout.pp * rate)
@@ -183,9 +183,11 @@ def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator
             yield len(each) * sizes.num_kv_heads * (sizes.head_dim + sizes.value_dim) * element_s
         if (delta := geometry.delta) is not None:  # some heads of all tokens
             yield len(delta.layers) * delta_elements(delta) / layout.cp * element_s
+        if (space := geometry.space) is not None:
+            yield geometry.count_layers("state_space") * exchanged_elements(space) / layout.cp * element_s
     if geometry.experts is not None and layout.ep > 1:
         moved = nbytes / layout.tp * geometry.experts.per_token * (layout.ep - 1) / layout.ep
-        yield 2 * layers * moved / _link(inputs, layout.ep * layout.expert_tp)
+        yield 2 * len(geometry.moe_layers) / layout.pp * moved / _link(inputs, layout.ep * layout.expert_tp)
     if layout.pp > 1:
         yield nbytes / layout.tp / _link(inputs, layout.tp * layout.dp * layout.cp + 1)
 

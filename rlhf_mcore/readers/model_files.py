@@ -34,7 +34,7 @@ _MORE = ("model.language_model.", "language_model.", "model.visual.", "visual.",
 _REMEDY = "download or export the model again"
 _SAVE_ALONE = "save its language model alone (docs/models/supported.md, Models)"
 _SHOWN = 3  # maximum number of tensors in a message
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 _PIECE_BYTES = 2**20
 
 
@@ -200,7 +200,7 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         return
     number = geometry.num_layers + num_mtp_layers(hf_config)
     embedding = embedding_name(geometry)
-    if f"{embedding.removesuffix(_EMBEDDING)}layers.{number}.post_attention_layernorm.weight" in tensors:
+    if any(name.startswith(f"{embedding.rpartition('embed')[0]}layers.{number}.") for name in tensors):
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
     different, stored = [], read_stored_format(hf_config)
     matrices = stored.matrices(tensors.keys()) if stored is not None else {}
@@ -227,13 +227,15 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
 
 
 def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors that identify a model: first layer (with one expert), last norm, embedding, final norm."""
+    """Return the shapes of tensors that identify a model: first layer (with one expert), last norms, embedding, final norm."""
     family, last = FAMILIES[geometry.family], geometry.num_layers - 1
     # Rules outside layers include no head, because it may differ
     rules = [*(rule for rule in family.rules if "{i}" not in rule.mcore), *family.layer_rules(geometry, 0)]
     shapes = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
-    decoder = embedding_name(geometry).removesuffix(_EMBEDDING)
-    return shapes | {f"{decoder}layers.{last}.post_attention_layernorm.weight": (geometry.hidden_size,)}
+    for rule in family.layer_rules(geometry, last):
+        if rule.mcore.endswith("norm.weight") and ".self_attention." not in rule.mcore:
+            shapes |= rule.shapes(geometry, last)
+    return shapes
 
 
 @dataclass(frozen=True, slots=True)

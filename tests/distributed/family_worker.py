@@ -66,6 +66,8 @@ FEW = {
     "exaone4_full": ("pp2_cp2",),
     "phi3": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
     "glm4": ("tp2_pp2", "tp2_cp2"),
+    "nemotron_h": ("tp2_sp_cp2_ep2_etp1", "tp4_sp_ep2_etp1", "tp2_sp_pp2_ep2_etp1", "cp4_ep2"),
+    "nemotron_h_dense": ("tp2_pp2", "cp4", "pp2_vpp2_cp2"),  # without sequence parallelism
 }
 if only := os.environ.get("FAMILY"):
     FEW = {name: layouts for name, layouts in FEW.items() if name.startswith(only)}
@@ -150,6 +152,7 @@ def moved_biases(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
         direction = torch.sign(counts[name].mean() - counts[name])
         assert direction.unique().numel() > 1, "some experts have more tokens than others"
         in_file = f"{name}.e_score_correction_bias".replace(".mlp.e_score", ".block_sparse_moe.e_score")  # MiniMax-M2
+        in_file = in_file.replace("model.", "backbone.") if ".mixer." in name else in_file  # Nemotron-H
         moved[in_file] = router.e_score_correction_bias + BIAS_RATE * direction
     return moved
 

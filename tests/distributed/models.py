@@ -46,6 +46,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -144,6 +146,20 @@ DEEPSEEK = dict(
     topk_method="noaux_tc",
     scoring_func="sigmoid",
     rope_parameters={**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.2},
+)
+SPACES = dict(
+    layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    n_groups=4,
+    ssm_state_size=32,
+    chunk_size=16,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    moe_intermediate_size=48,
+    moe_shared_expert_intermediate_size=80,
+    routed_scaling_factor=2.5,
+    layer_norm_epsilon=1e-6,
 )
 MOE_MODELS = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN_EXPERTS),
@@ -383,6 +399,19 @@ FURTHER_MODELS = {
     ),
     # Gate and up matrices are stacked, fewer key heads than ranks, and norms around blocks.
     "glm4": (Glm4ForCausalLM, Glm4Config, dict(num_key_value_heads=1, pad_token_id=None, eos_token_id=1)),
+    # Every kind of block, with several heads per group.
+    "nemotron_h": (NemotronHForCausalLM, NemotronHConfig, SPACES),
+    # Without experts, and with groups that context-parallel ranks share unevenly.
+    "nemotron_h_dense": (
+        NemotronHForCausalLM,
+        NemotronHConfig,
+        {
+            **SPACES,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "mamba_num_heads": 6,
+            "n_groups": 2,
+        },
+    ),
     # Heads as large as in the published models, because vLLM's CPU kernels support no other sizes.
     "deepseek_v3_heads": (
         DeepseekV3ForCausalLM,

@@ -28,6 +28,7 @@ from tests.tiny_training import make_quickstart
 IN_BF16 = {"deepseek_v3_heads": ("max", 0.3), "glm4_moe_lite": ("max", 0.3), "qwen3_next": ("mean", 0.1)}
 _BY_TRANSFORMERS = ("deepseek", "glm_moe_dsa", "minimax", "qwen3_5")  # vLLM's CPU build cannot route MiniMax-M2
 BY_TRANSFORMERS = [name for name in FURTHER_MODELS if name.startswith(_BY_TRANSFORMERS) and name not in IN_BF16]
+BY_TRANSFORMERS += ["nemotron_h"]  # vLLM's CPU build has no experts without gates
 WITH_MTP = ("deepseek_v3", "deepseek_v3_heads", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -61,6 +62,7 @@ MECHANISMS = (
     "gpt_oss",  # experts in one tensor, read from mxfp4
     "olmo2",  # a family that vLLM runs with transformers' modules
     "qwen3_next",  # gated delta nets
+    "nemotron_h_dense",  # state spaces, whose decay rates vLLM computes from the weights
 )
 MODEL_NAMES = tuple({**MODELS, **MOE_MODELS, **FURTHER_MODELS}) if os.environ.get("EVERY_FAMILY") else MECHANISMS
 

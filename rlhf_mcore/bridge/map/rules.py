@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import accumulate
 
 from rlhf_mcore.bridge.map.pieces import Piece, contiguous_strides
 from rlhf_mcore.config.errors import ConfigError
@@ -132,9 +133,9 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
         raise ConfigError(
             f"{geometry.family}: Megatron's formats of models with a tower are not supported; convert from or to hf only"
         )
-    if geometry.delta is not None:
+    if (part := geometry.recurrent_part) is not None:
         raise ConfigError(
-            f"{geometry.family}: Megatron's formats of its gated delta nets are not supported; convert from or to hf only"
+            f"{geometry.family}: Megatron's formats of its {part} are not supported; convert from or to hf only"
         )
     if geometry.wide is not None:
         raise ConfigError(
@@ -407,11 +408,25 @@ def _delta(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
         sections.append((mixed, first, count))
         first += count
     sections += [(name, 0, shapes[name][0]) for name in others]
+    return _split_each(shapes, sections, shard)
+
+
+def _split_each(shapes: Shapes, sections: _Runs, shard: Shard) -> Iterator[Piece]:
+    """Describe a rank's equal part of each section, stacked."""
     position = 0
     for name, first, rows in sections:
         per_rank = rows // shard.size
         yield _rows(name, shapes[name], first + shard.rank * per_rank, per_rank, position)
         position += per_rank
+
+
+def _state_space(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+    """Describe a state-space layer's rows, grouped by kind: all kinds, or the kinds that the convolution reads."""
+    assert g.space is not None
+    ((name, shape),) = shapes.items()
+    rows = g.space.projection_sizes if shape[0] == sum(g.space.projection_sizes) else g.space.conv_sizes
+    ends = list(accumulate(rows))
+    return _split_each(shapes, [(name, end - count, count) for end, count in zip(ends, rows, strict=True)], shard)
 
 
 def _delta_by_head(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
@@ -444,6 +459,7 @@ _SPLITS: dict[str, Callable[[Shapes, ModelGeometry, Shard], Iterator[Piece]]] = 
     "vocab_columns": _vocab_columns,
     "delta": _delta,
     "delta_by_head": _delta_by_head,
+    "state_space": _state_space,
 }
 # For these kinds, B and magnitudes are split as the kind says. For other kinds, a rank holds B's rows that match
 # its weight rows.

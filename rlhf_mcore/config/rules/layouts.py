@@ -232,6 +232,8 @@ def tensor_cut_problems(geometry: ModelGeometry, field: str, tp: int, model: str
         sizes["shared_expert_intermediate_size"] = geometry.experts.shared_ffn_size
     if geometry.delta is not None:
         sizes["linear_num_key_heads"] = geometry.delta.key_heads
+    if geometry.space is not None:
+        sizes["n_groups"] = geometry.space.groups  # divides the number of heads
     for name, size in sizes.items():
         yield from _divides(f"{field}={tp}", tp, size, name, model)
     for name, attention in zip(

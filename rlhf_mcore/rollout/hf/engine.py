@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.images import ImageStore, ImageTokens, placeholders, whole_images
+from rlhf_mcore.families import ARCHITECTURES
 from rlhf_mcore.platform import DTYPES, current_platform
 from rlhf_mcore.platform.base import preserved_rng
 from rlhf_mcore.platform.cpu_libraries import declare_image_operators
@@ -266,6 +267,9 @@ def _build_model(model: EngineModel) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(model.model_dir, trust_remote_code=False, local_files_only=True)
+    known = ARCHITECTURES.get((config.architectures or ("none",))[0])
+    for key, value in known[0].of_transformers.items() if known is not None else ():
+        setattr(config, key, value)
     if model.images is not None:
         declare_image_operators()
     kind = AutoModelForCausalLM if model.images is None else AutoModelForImageTextToText

@@ -84,8 +84,8 @@ def adapter_problems(cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[st
         yield "vLLM does not support adapters in latent attention, because it absorbs projections"
     if geometry.wide is not None and geometry.wide.keys_are_values:
         yield "vLLM does not add the adapters of keys to values, which are the same projection here"
-    if geometry.delta is not None:
-        yield "vLLM fuses the layers of gated delta nets differently from their adapters"
+    if geometry.recurrent_part is not None:
+        yield f"vLLM fuses the layers of {geometry.recurrent_part} differently from their adapters"
     if geometry.adapter.use_dora:
         yield "vLLM does not support the magnitudes of DoRA"
     if geometry.adapter.rank not in ADAPTER_RANKS:
@@ -143,6 +143,8 @@ def _cpu_problems(model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
             f"rollout.engine=vllm: on a CPU vLLM cannot choose the experts of model.path={model.path} by sigmoids without "
             "groups; set rollout.engine=hf"
         )
+    if geometry.experts is not None and not FAMILIES.get(geometry.family, UNSUPPORTED).has_gates:
+        yield f"rollout.engine=vllm: on a CPU vLLM has no experts without gates for model.path={model.path}; set rollout.engine=hf"
     instructions = processor().split()
     if delta is not None and "avx512f" in instructions and "avx512_bf16" not in instructions:
         yield (

@@ -26,6 +26,7 @@ EACH_KIND = {
     "gemma4_text_moe": "world=4,tp=2,ep=2,sequence_parallel=1",
     "olmo2": "world=2,tp=2",
     "qwen3_next": "world=4,tp=2,ep=2,sequence_parallel=1",
+    "nemotron_h": "world=4,tp=2,ep=2,sequence_parallel=1",
 }
 WITH_MTP = ["deepseek_v3:world=4,tp=2,pp=2,mtp=1", "glm4_moe:world=2,ep=2,mtp=1"]
 WITH_FP8 = ["llama:world=4,tp=2,cp=2,fp8=1", "qwen3_moe:world=4,tp=2,ep=2,sequence_parallel=1,fp8=1"]

@@ -178,6 +178,7 @@ MINIMAX = json.loads((PUBLISHED / "MiniMax-M2" / "config.json").read_text())
 EXAONE_32B = json.loads((PUBLISHED / "EXAONE-4.0-32B" / "config.json").read_text())
 # Two indexers follow the first one. Then each indexer selects for four layers.
 GLM_5_2 = json.loads((PUBLISHED / "GLM-5.2" / "config.json").read_text())
+NEMOTRON_3 = json.loads((PUBLISHED / "Nemotron-3-Nano-30B-A3B" / "config.json").read_text())
 
 
 def inspect(folder: Path, config: dict[str, Any]) -> Any:
@@ -188,8 +189,8 @@ def inspect(folder: Path, config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     "config",
-    [QWEN3_6, GLM_4_7, GLM_5_2, SMOLLM3, OLMO_3, EXAONE_32B, EXAONE_1_2B],
-    ids=["Qwen3.6", "GLM-4.7", "GLM-5.2", "SmolLM3", "OLMo-3", "EXAONE-32B", "EXAONE-1.2B"],
+    [QWEN3_6, GLM_4_7, GLM_5_2, SMOLLM3, OLMO_3, EXAONE_32B, EXAONE_1_2B, NEMOTRON_3],
+    ids=["Qwen3.6", "GLM-4.7", "GLM-5.2", "SmolLM3", "OLMo-3", "EXAONE-32B", "EXAONE-1.2B", "Nemotron-3"],
 )
 def test_a_published_config_is_read_as_transformers_reads_it(tmp_path: Path, config: dict[str, Any]) -> None:
     geometry, problems = inspect(tmp_path, config)
@@ -215,6 +216,10 @@ def test_a_published_config_is_read_as_transformers_reads_it(tmp_path: Path, con
         (GLM_5_2, {"indexer_types": ["shared"] * 78}, "indexer_types must contain"),
         (GLM_5_2, {"indexer_rope_interleave": False}, "indexer_rope_interleave=False is not supported"),
         (GLM_5_2, {"mlp_layer_types": ["sparse"] * 78}, "first_k_dense_replace=3 differs from mlp_layer_types"),
+        (NEMOTRON_3, {"moe_latent_size": 1024}, "moe_latent_size is not supported"),
+        (NEMOTRON_3, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
+        (NEMOTRON_3, {"time_step_limit": [0.0, 0.1]}, "time_step_limit=[0.0, 0.1] is not supported"),
+        (NEMOTRON_3, {"hybrid_override_pattern": "MEM?"}, "'MEM?', not made of M, *, -, E only"),
         (
             QWEN3_6,
             {"text_config": {**QWEN3_6["text_config"], "output_gate_type": "sigmoid"}},

@@ -93,6 +93,7 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         "minimax_m2",
         "mistral",
         "mixtral",
+        "nemotron_h",
         "olmo2",
         "olmo3",
         "olmoe",

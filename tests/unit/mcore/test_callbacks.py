@@ -34,6 +34,7 @@ from rlhf_mcore.mcore.model import MegatronModel, _finalize
 from rlhf_mcore.mcore.model_spec import UnevenStages
 from rlhf_mcore.mcore.optimizer import aligned_within
 from rlhf_mcore.mcore.route_replay import RoutedLayer, Routing
+from rlhf_mcore.mcore.state_space import StateSpace
 from rlhf_mcore.platform import base, cpu, cpu_kernels, cuda
 
 # Megatron passes these arguments only under a setting that the configuration rejects.
@@ -127,8 +128,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Callable[..., Any],
     yield SDPACoreAttention, ATTENTION, "submodules.core_attention"
     for ours in (attention, dry_run._attention):
         yield ours, ATTENTION, "self.core_attention"
-    yield partial(GatedDeltaNet, in_proj=None, out_proj=None), LAYER, "submodules.self_attention"
-    yield partial(GatedDeltaNet.forward, SELF), LAYER, "self.self_attention"
+    for recurrent in (GatedDeltaNet, StateSpace):
+        yield partial(recurrent, in_proj=None, out_proj=None), LAYER, "submodules.self_attention"
+        yield partial(recurrent.forward, SELF), LAYER, "self.self_attention"
     for module, names in {
         ATTENTION: "q_layernorm k_layernorm kv_layernorm",
         LAYER: "input_layernorm pre_mlp_layernorm",

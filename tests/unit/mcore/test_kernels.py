@@ -116,6 +116,7 @@ def attention_config(**changes: Any) -> Any:
         multi_latent_attention=False,
         kv_channels=8,
         linear_key_head_dim=None,
+        mamba_num_heads=None,
         num_moe_experts=None,
         num_attention_heads=4,
         tensor_model_parallel_size=1,

@@ -61,6 +61,15 @@ def test_of_a_gated_delta_net_the_state_counts_as_three_matrices() -> None:
     assert model_flops(geometry).token - weights == 36 * 32 * (key + product + query)
 
 
+def test_of_a_state_space_the_state_counts_as_two_matrices() -> None:
+    # Nemotron 3 Nano: 23 of 52 layers with a state space of 64 heads, with states of 64 x 128.
+    geometry = read_geometry(CONFIGS / "Nemotron-3-Nano-30B-A3B")
+    weights = 2.0 * (active_parameters(geometry) - 131072 * 2688)
+    product, read = (2.0 * 64 * 128 for _ in range(2))  # a token is added to the state, and reads it
+    assert geometry.num_attention_layers == 6
+    assert model_flops(geometry).token - weights == 23 * 64 * (product + read)
+
+
 def test_mtp_layers_that_learn_count_in_updates_alone() -> None:
     # 3 layers of 8 with 2 heads of 4 that share keys, 4 experts of 5 (2 per token) and a shared one, 11 tokens; 2 MTP layers.
     attention = GroupedSizes(2, 1, 4, has_qkv_bias=True)

@@ -46,6 +46,8 @@ PARAMETERS = {
     "MiniMax-M2": 228_689_764_864,
     # 81_324_862_720 with the MTP layer.
     "Qwen3-Next-80B-A3B": 79_674_391_296,
+    # As transformers builds it. The paper says 31.6 B, 3.2 B of them active (arXiv 2512.20848).
+    "Nemotron-3-Nano-30B-A3B": 31_577_940_288,
     # gpt-oss with bf16 weights, and only the language models of Gemma 3 and 4 (with the scales of layers).
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
     "Qwen3-VL-4B-Instruct": 4_437_815_808,
@@ -259,3 +261,12 @@ def test_gated_delta_nets_keep_states_of_a_sequence() -> None:
     assert state_bytes_per_sequence(geometry, EngineGrid(1), 2) == held == 77_266_944
     assert state_bytes_per_sequence(geometry, EngineGrid(8), 2) == held // 8
     assert state_bytes_per_sequence(MODEL, EngineGrid(1), 2) == 0
+
+
+def test_state_spaces_keep_states_of_a_sequence() -> None:
+    geometry = read_geometry(MODELS / "Nemotron-3-Nano-30B-A3B", "lm")
+    # 23 layers of 64 states of 64 x 128 in fp32, and 3 tokens of 64 heads of 64 and 2 projections of 8 groups of 128 in bf16.
+    held = 23 * (4 * 64 * 64 * 128 + 2 * 3 * (64 * 64 + 2 * 8 * 128))
+    assert state_bytes_per_sequence(geometry, EngineGrid(1), 2) == held
+    assert state_bytes_per_sequence(geometry, EngineGrid(8), 2) == held // 8
+    assert kv_bytes_per_token(geometry, EngineGrid(1), 2) == 6 * 2 * 2 * 128 * 2  # 6 layers with 2 key heads

@@ -18,7 +18,7 @@ from rlhf_mcore.config.questions import balanced_stages
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config, RecomputeConfig
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.geometry import DeltaSizes, ExpertSizes, GroupedSizes, LatentSizes, ModelGeometry
+from rlhf_mcore.geometry import DeltaSizes, ExpertSizes, GroupedSizes, LatentSizes, ModelGeometry, SpaceSizes
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import GPUS, Assumptions, PlannedRole, plan_inputs
@@ -55,6 +55,15 @@ MODELS = {
         family="qwen3_next",
         experts=EXPERTS,
         delta=DeltaSizes((0, 1, 2, 4, 5, 6), key_heads=4, value_heads=8, key_dim=8, value_dim=8, kernel=4),
+    ),
+    "one block per layer": replace(
+        DENSE,
+        family="nemotron_h",
+        experts=EXPERTS,
+        space=SpaceSizes(heads=8, head_dim=8, groups=4, state_dim=16, kernel=4),
+        blocks=("state_space", "moe", "attention", "dense", "state_space", "moe", "attention", "moe")[
+            : DENSE.num_layers
+        ],
     ),
     "critic": replace(DENSE, head="token"),
 }

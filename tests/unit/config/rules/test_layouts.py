@@ -24,6 +24,12 @@ QWEN_MOE = {
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "sliding_window": 8}
 OLMO2 = {"architectures": ["Olmo2ForCausalLM"]}
 DELTA_NETS = {"architectures": ["Qwen3_5ForCausalLM"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+SPACES = {
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "M*",
+    "mamba_num_heads": 8,
+    "n_groups": 2,
+}
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6}
 
 
@@ -46,6 +52,7 @@ def test_models_with_experts(workspace: Any) -> None:
         (MIXTRAL, ["actor.layout.ep=2"], 2),
         (QWEN_MOE | {"moe_intermediate_size": 41}, ["rollout.layout.tp=2", "rollout.layout.ep=2"], 4),
         (DELTA_NETS, ["actor.layout.tp=2", "actor.layout.cp=4"], 8),
+        (SPACES, ["actor.layout.tp=2", "actor.layout.cp=4"], 8),
     ]:
         workspace.write_hf_config(**model)
         assert check(*overrides, world_size=world_size) == []
@@ -67,6 +74,7 @@ def test_models_with_experts(workspace: Any) -> None:
             4,
             ["rollout.layout.tp=4: rollout.engine=vllm does not repeat", "choose a divisor of 2"],
         ),
+        (SPACES, ["actor.layout.tp=4"], 4, ["actor.layout.tp=4", "n_groups=2"]),
         (
             OLMO2,
             ["rollout.layout.tp=4"],
