@@ -161,6 +161,11 @@ class Plain(torch.nn.Module):
         count = config.num_nextn_predict_layers
         self.first = config.num_hidden_layers
         config.num_hidden_layers += count
+        for name in ("layer_types", "mlp_layer_types"):  # one entry per layer
+            if (kinds := getattr(config, name, None)) is not None:
+                setattr(config, name, [*kinds, *kinds[-1:] * count])
+        if (kinds := getattr(config, "indexer_types", None)) is not None:
+            config.indexer_types = [*kinds, *["full"] * count]  # each has an indexer
         self.hf: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).eval()
         self.layers = self.hf.model.layers[self.first :]
         self.hf.model.layers = self.hf.model.layers[: self.first]
@@ -194,7 +199,13 @@ class Plain(torch.nn.Module):
                 break
             both = torch.cat([parts["enorm"](embedded[:, depth:]), parts["hnorm"](states[:, :length])], dim=-1)
             cut = tuple(part[:, :length] for part in rotation)
-            states = layer(parts["eh_proj"](both), position_embeddings=cut, position_ids=positions[:, :length])
+            mask = torch.full((1, 1, length, length), -torch.inf).triu(1)  # an indexer reads it
+            states = layer(
+                parts["eh_proj"](both),
+                attention_mask=mask,
+                position_embeddings=cut,
+                position_ids=positions[:, :length],
+            )
             states = parts["shared_head"](states[0] if isinstance(states, tuple) else states)
             log_p = torch.log_softmax(states[0] @ head.t() / temperature, -1)
             for t in range(max(prompt, depth + 1), len(tokens)):
