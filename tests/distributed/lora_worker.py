@@ -58,6 +58,7 @@ LAYOUTS = {  # allowed layouts of each model
     "qwen3": ("dp4", "tp2_dp2", "tp2_dp2_sp", "tp4", "pp2_dp2", "tp2_pp2", "cp2_dp2", "tp2_sp_cp2"),
     "qwen2": ("tp2_dp2", "tp2_dp2_sp", "tp4_sp", "pp2_dp2", "tp2_pp2_vpp2_sp"),
     "qwen3_moe": ("ep2_dp4", "tp2_sp_dp2", "tp2_sp_ep2_etp1_dp2", "tp2_sp_ep2_dp2", "ep2_etp2_dp4", "pp2_ep2_dp2"),
+    "gemma4_text": ("tp2_dp2_sp", "tp4"),  # two or four ranks have the key head whose projection is also the values
     "deepseek_v3_kimi": ("ep2_dp4", "tp2_sp_dp2", "tp2_sp_ep2_etp1_dp2"),
     "deepseek_v3_dense": ("tp2_dp2", "pp2_dp2"),
     "qwen3_ends": ("tp2_dp2", "tp2_dp2_sp", "pp2_dp2", "cp2_dp2"),
@@ -79,7 +80,7 @@ RECOMPUTE = {
     "selective": RecomputeConfig(granularity="selective", modules=["mlp", "core_attn"]),
 }
 # Other models have experts, or MLPs that PEFT's all-linear skips because their names look like experts.
-OF_PEFT = ("qwen3", "qwen2", "qwen3_ends", "qwen3_pissa", "qwen3_dora", "qwen2_dora")
+OF_PEFT = ("qwen3", "qwen2", "gemma4_text", "qwen3_ends", "qwen3_pissa", "qwen3_dora", "qwen2_dora")
 WITH_ZERO = (
     "qwen3",
     "qwen3_moe",

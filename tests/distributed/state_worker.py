@@ -52,6 +52,8 @@ CIRCLES = {
     "deepseek_v3": ("tp2_sp_cp2_ep2_etp1", "pp2_ep2_dp2_uneven", "cp4_ep2", "tp2_sp_cp2_ep2_etp1"),
     # Stacked and transposed experts, published in mxfp4.
     "gpt_oss": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2", "tp2_sp_pp2_ep2_etp1"),
+    # Stacked experts that ranks split, layers with other heads, and scales of layers, which no optimizer holds.
+    "gemma4_text_moe": ("tp2_sp_pp2_ep2_etp1", "ep2_etp2_dp4", "tp2_sp_pp2_ep2_etp1"),
 }
 # Shares of the optimizer state in host memory by layout. A run that resumes at another layout changes the share.
 SHARES = {"tp2_pp2_vpp2_sp": 0.5, "tp4": 1.0, "cp4_ep2": 0.5}

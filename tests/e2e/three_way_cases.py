@@ -30,12 +30,22 @@ ENGINES: tuple[tuple[str, Width], ...] = (
     ("mixtral", "dp2"),
     ("glm4_moe", 1),
     ("gpt_oss", 2),
+    ("gemma4_text_moe", 2),
     ("deepseek_v3_heads", 2),
     *((model, 2) for model in DELTA_NETS),
 )
 # Layers with a different packing than in other models.
-FURTHER = ("olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "deepseek_v3_heads", *DELTA_NETS)
-EXPERTS = ("qwen3_moe_mixed", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3_heads", "qwen3_next")
+FURTHER = ("olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "gemma4_text_moe", "deepseek_v3_heads", *DELTA_NETS)
+EXPERTS = (
+    "qwen3_moe_mixed",
+    "qwen2_moe",
+    "mixtral",
+    "glm4_moe",
+    "gpt_oss",
+    "gemma4_text_moe",
+    "deepseek_v3_heads",
+    "qwen3_next",
+)
 # On a CPU, vLLM's kernels for latent attention and gated delta nets support no other dtype.
 IN_BF16 = ("deepseek_v3_heads", *DELTA_NETS)
 # Layouts of the trainer (tests/distributed/setting.py) whose weights engines receive.
@@ -58,7 +68,9 @@ FEW_LAYOUTS = (
 def layouts(model: str) -> tuple[str, ...]:
     """Return the layouts whose weights the engine of a model receives."""
     if model in EXPERTS:
-        return FEW_LAYOUTS_OF_EXPERTS if model in ("glm4_moe", "deepseek_v3_heads") else EXPERT_LAYOUTS
+        return (
+            FEW_LAYOUTS_OF_EXPERTS if model in ("glm4_moe", "gemma4_text_moe", "deepseek_v3_heads") else EXPERT_LAYOUTS
+        )
     if model == "qwen3_seven":
         return UNEVEN_LAYOUTS
     if model == "qwen3_tied":
