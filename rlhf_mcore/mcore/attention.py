@@ -25,6 +25,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlhf_mcore.geometry import WideSizes
+from rlhf_mcore.mcore.core_attention import MAX_FLASH_SIZE, SDPACoreAttention
 from rlhf_mcore.mcore.groups import Sum
 from rlhf_mcore.mcore.weights import transformer_layers
 from rlhf_mcore.mcore.wide_attention import NormedValues, WideHeads
@@ -159,7 +160,12 @@ def add_parts(
 
 
 def use_wide_heads(attention: ModuleSpec, wide: WideSizes) -> None:
-    """Change the heads in the layer spec of attention, which may have parts."""
+    """Change the heads in the layer spec of attention, which may have parts.
+
+    Transformer Engine has no kernel for packed sequences with larger heads than flash attention's.
+    """
+    if wide.heads.head_dim > MAX_FLASH_SIZE:
+        attention.submodules.core_attention = SDPACoreAttention
     attention.module, attention.params = _compose((attention.module, WideHeads)), {**attention.params, "wide": wide}
 
 

@@ -29,6 +29,8 @@ from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.prefix_attention import SpanAttention, TreePart, attend_by_pieces
 from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_one
 
+MAX_FLASH_SIZE = 256  # largest head that flash attention and cuDNN support
+
 
 class SDPACoreAttention(torch.nn.Module):
     """Causal attention with torch's scaled_dot_product_attention, for padded and packed input.
@@ -58,6 +60,7 @@ class SDPACoreAttention(torch.nn.Module):
     ):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
+        self.config = config
         self._scale = softmax_scale
         self._group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -182,6 +185,10 @@ class SDPACoreAttention(torch.nn.Module):
             scale = scale or q.size(-1) ** -0.5
             q, k, v = _with_sinks(q, k, v, sinks / scale)
             mask = mask if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
+        if shares and q.is_cuda and q.size(-1) > MAX_FLASH_SIZE:
+            # Otherwise torch stores the weights of all pairs: its other kernel needs a key head for each query head.
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+            shares = False
         attend = attend_in_fixed_order if self.in_fixed_order else F.scaled_dot_product_attention
         out = attend(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares)
         return out if sinks is None else out[:, :, 1:]

@@ -52,10 +52,10 @@ def use_fast_kernels(modules: Iterable[torch.nn.Module], config: TransformerConf
     capability = torch.cuda.get_device_capability()
     if config.params_dtype not in HALVES or capability[0] < 8:
         return
-    modules, varlen = list(modules), _varlen_attention(config)
+    modules = list(modules)
     for module in modules:
         if isinstance(module, SDPACoreAttention):
-            module.varlen = varlen
+            module.varlen = _varlen_attention(module.config)
     if config.linear_key_head_dim:
         delta = _delta_kernels(config.linear_key_head_dim)
         for module in modules:
@@ -75,7 +75,7 @@ def use_fast_kernels(modules: Iterable[torch.nn.Module], config: TransformerConf
 
 
 def _varlen_attention(config: TransformerConfig) -> Any:
-    """Return torch's attention over packed sequences, or None if it does not support this model's attention.
+    """Return torch's attention over packed sequences, or None if it does not support a layer's attention.
 
     It supports no sinks. Keys and values must have the same head size, at most 256. Not every GPU supports sizes 193
     to 224.

@@ -209,6 +209,13 @@ def test_torchs_attention_is_used_where_it_computes_the_models(changes: dict[str
 
 
 @pytest.mark.usefixtures("gpu")
+def test_each_layer_gets_a_kernel_for_its_heads() -> None:
+    cores = [SDPACoreAttention(attention_config(kv_channels=d), 1, AttnMaskType.causal) for d in (256, 512)]
+    use_fast_kernels(cores, attention_config(kv_channels=256))
+    assert [core.varlen for core in cores] == [varlen_attn, None]
+
+
+@pytest.mark.usefixtures("gpu")
 def test_an_older_gpu_or_torch_keeps_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     config = attention_config()
     core = SDPACoreAttention(config, 1, AttnMaskType.causal)
