@@ -27,7 +27,7 @@ from rlhf_mcore.families.adapters import (
 )
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.families.mtp import EMBEDDING, EMBEDDING_COPY
-from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
+from rlhf_mcore.geometry import LatentSizes, LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import is_expert
 
 
@@ -129,17 +129,15 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
         KeyError: the family has no such parameter.
         ConfigError: the parameter's rows are not rows of Hugging Face tensors.
     """
-    if geometry.vision is not None:
-        raise ConfigError(
-            f"{geometry.family}: Megatron's formats of models with a tower are not supported; convert from or to hf only"
-        )
-    if (part := geometry.recurrent_part) is not None:
+    attention = geometry.attention
+    own = {
+        "tower": geometry.vision is not None,
+        "layers with other heads": geometry.wide is not None,
+        "indexers": isinstance(attention, LatentSizes) and attention.indexer is not None,
+    }
+    if (part := next((name for name, is_there in own.items() if is_there), geometry.recurrent_part)) is not None:
         raise ConfigError(
             f"{geometry.family}: Megatron's formats of its {part} are not supported; convert from or to hf only"
-        )
-    if geometry.wide is not None:
-        raise ConfigError(
-            f"{geometry.family}: Megatron's formats of layers with other heads are not supported; convert from or to hf only"
         )
     parts = pieces(parameter, geometry, Shard(0, 1))
     if find_rule(geometry, parameter)[0].kind == "stacked":

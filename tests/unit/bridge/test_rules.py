@@ -8,10 +8,12 @@ import transformers
 from hypothesis import given, settings
 
 from rlhf_mcore.bridge.map.pieces import Piece, view
-from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces, row_runs
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES, HEADS, architecture_name, embedding_name
+from rlhf_mcore.foreign import Fields
 from rlhf_mcore.geometry import GroupedSizes, LatentSizes, ModelGeometry, Shard
-from tests.distributed.models import MODELS, SIZES
+from tests.distributed.models import FURTHER_MODELS, MODELS, SIZES
 from tests.messages import expect_error
 from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors
 
@@ -175,8 +177,9 @@ def test_norms_fused_into_transformer_engines_linears_have_the_same_place(family
         *(attention if latent else usual),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", mlp),
     ):
-        decoder = embedding_name(geometry).removesuffix("embed_tokens.weight")
-        expected = [Piece(f"{decoder}layers.5.{hf}.weight", (0,), (8,), 0, (1,))]
+        decoder = embedding_name(geometry).rpartition("emb")[0]
+        norm = "norm" if FAMILIES[family].one_block is not None else hf
+        expected = [Piece(f"{decoder}layers.5.{norm}.weight", (0,), (8,), 0, (1,))]
         for name in (fused, alone):
             assert pieces(f"decoder.layers.5.{name}", geometry, Shard(1, 2)) == expected
 
@@ -201,6 +204,23 @@ def test_a_head_has_the_parameters_of_its_kind_only() -> None:
 def test_a_parameter_without_a_rule_is_an_error(family: str, name: str) -> None:
     with expect_error(KeyError, field=family, value=name):
         pieces(name, replace(GEOMETRY, family=family), Shard(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("deepseek_v32", "indexers"),
+        ("gemma4_text", "layers with other heads"),
+        ("nemotron_h", "state spaces"),
+        ("qwen3_next", "gated delta nets"),
+    ],
+)
+def test_parts_that_megatrons_formats_cannot_describe(name: str, part: str) -> None:
+    _, config_class, extra = FURTHER_MODELS[name]
+    sizes = {key: value for key, value in {**SIZES, **extra}.items() if value is not None}
+    fields = Fields(config_class(**sizes).to_dict(), "config.json", "correct it")
+    with expect_error(ConfigError, field=name, value=f"formats of its {part}", remedy="from or to hf only"):
+        row_runs("embedding.word_embeddings.weight", FAMILIES[name].geometry(fields))
 
 
 def test_a_tied_embedding_has_two_owners_and_one_name() -> None:
