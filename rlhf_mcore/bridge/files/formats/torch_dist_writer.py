@@ -122,6 +122,10 @@ class TorchDistWriter:
             shape = (padded_vocab(self._geometry), *shape[1:])
         form = expert_form(target.parameter, self._geometry)
         expert = None if form is None else form.to_megatron(read(runs[0].hf_name, runs[0].hf_row, 1))
+        # ``read`` hashes a tensor's rows in order. Queries, keys and values of one tensor alternate in Megatron.
+        starts = [run.hf_row for run in runs]
+        is_joined = starts != sorted(starts) and len({run.hf_name for run in runs}) == 1
+        joined = read(runs[0].hf_name, 0, shape[0]) if is_joined else None
         rest = shape[1:]
         step = max(self._block_bytes // max(torch.Size(rest).numel() * dtype.itemsize, 1), 1)
         stored = self._tensors.setdefault(
@@ -135,7 +139,9 @@ class TorchDistWriter:
             for run in runs if expert is None else ():
                 low, high = max(run.row, first), min(run.row + run.count, first + len(part))
                 if low < high:
-                    part[low - first : high - first] = read(run.hf_name, run.hf_row + low - run.row, high - low)
+                    begin, count = run.hf_row + low - run.row, high - low
+                    rows = read(run.hf_name, begin, count) if joined is None else joined[begin : begin + count]
+                    part[low - first : high - first] = rows
             offsets = torch.Size((*target.lead, first, *(0 for _ in rest)))
             sizes = torch.Size((*(1 for _ in target.lead), *part.shape))
             self._append(MetadataIndex(target.key, offsets), part.view(sizes))

@@ -42,4 +42,4 @@ def llama(hf_model: Callable[[str], HFModel], tmp_path: Path) -> Path:
 
 
 # Every family, tied and untied if there is a choice. Other models differ only in size or in fields that are not weights.
-ALL = [name for name in (*MODELS, *MOE_MODELS, "gpt_oss") if name not in ("qwen2_yarn", "qwen3_seven")]
+ALL = [name for name in (*MODELS, *MOE_MODELS, "gpt_oss", "phi3") if name not in ("qwen2_yarn", "qwen3_seven")]

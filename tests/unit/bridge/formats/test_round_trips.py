@@ -41,14 +41,14 @@ def convert(*arguments: object) -> None:
 
 
 # One model for each way to name and split a family's tensors.
-DIFFERENT = ("qwen2", "qwen3_tied", "qwen2_moe", "mixtral", "gpt_oss")
+DIFFERENT = ("qwen2", "qwen3_tied", "phi3", "qwen2_moe", "mixtral", "gpt_oss")
 NAMES = [pytest.param(name, marks=[] if name in DIFFERENT else pytest.mark.full) for name in ALL]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hf_to_megatron_to_hf(hf_model: Get, tmp_path: Path, name: str) -> None:
     source, tensors, _ = hf_model(name)
-    convert("--from", "hf", "--to", "megatron", source, tmp_path / "megatron")
+    convert("--from", "hf", "--to", "megatron", source, tmp_path / "megatron", "--verify")
     convert("--from", "megatron", "--to", "hf", tmp_path / "megatron", tmp_path / "hf", "--shard-size", "100KB")
     assert_same(tmp_path / "hf", tensors)
     for companion in ("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
