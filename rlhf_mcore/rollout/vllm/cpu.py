@@ -46,7 +46,8 @@ def rotate_every_head(model: nn.Module) -> None:
     """Rotate all heads of queries with a separate head dimension, as in latent attention.
 
     vLLM 0.32's CPU kernel divides the last dimension by the head size to count heads. For a query [tokens, heads, size] it
-    finds one head, and rotates rows that do not match the tokens. vLLM's torch implementation is correct.
+    finds one head, and rotates rows that do not match the tokens. In 16 bits it ends with SIGSEGV if the rotated part of a
+    head is not a multiple of 16. vLLM's torch implementation is correct.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -57,7 +58,8 @@ def rotate_every_head(model: nn.Module) -> None:
 
 
 def _rotate(module: Any, usual: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
-    return (usual if query.dim() == 2 else module.forward_native)(positions, query, key)
+    fits_kernel = query.dim() == 2 and (query.element_size() == 4 or module.rotary_dim % 16 == 0)
+    return (usual if fits_kernel else module.forward_native)(positions, query, key)
 
 
 def spare_generators_of_cut_prompts(runner: Any) -> None:
