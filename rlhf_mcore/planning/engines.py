@@ -46,7 +46,16 @@ def kv_bytes_per_token(geometry: ModelGeometry, grid: EngineGrid, width: int) ->
         return 2 * max(1, attention.num_kv_heads // grid.tp) * attention.head_dim
 
     each = [_most_layers(grid, len(layers)) * elements_of(attention) for attention, layers in geometry.attentions]
-    return (sum(each) + geometry.mtp_layers * elements_of(geometry.attention)) * width
+    kept = (sum(each) + geometry.mtp_layers * elements_of(geometry.attention)) * width
+    return kept + _index_key_bytes(geometry, grid)
+
+
+def _index_key_bytes(geometry: ModelGeometry, grid: EngineGrid) -> int:
+    """Count the bytes of a token's keys of indexers. vLLM stores them in fp8, with an fp32 scale per 128 elements."""
+    if not isinstance(geometry.attention, LatentSizes) or (indexer := geometry.attention.indexer) is None:
+        return 0
+    layers = geometry.num_layers - len(indexer.shared_layers)
+    return (_most_layers(grid, layers) + geometry.mtp_layers) * (indexer.head_dim + FP32 * (indexer.head_dim // 128))
 
 
 def state_bytes_per_sequence(geometry: ModelGeometry, grid: EngineGrid, width: int) -> int:

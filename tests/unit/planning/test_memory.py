@@ -254,6 +254,12 @@ def test_key_heads_are_replicated_if_there_are_fewer_than_ranks() -> None:
     )
 
 
+def test_an_indexer_keeps_keys_in_fp8() -> None:
+    geometry = read_geometry(MODELS / "GLM-5.2", "lm")
+    # 78 latents of 512 + 64 in bf16. 21 layers have an indexer, as vLLM builds it: a key of 128 bytes with a scale in fp32.
+    assert kv_bytes_per_token(geometry, EngineGrid(8), 2) == 78 * 1152 + 21 * 132
+
+
 def test_gated_delta_nets_keep_states_of_a_sequence() -> None:
     geometry = read_geometry(MODELS / "Qwen3-Next-80B-A3B", "lm")
     # 36 layers of 32 states of 128 x 128 in fp32, and 3 tokens of 2 * 16 + 32 heads of 128 in bf16.
