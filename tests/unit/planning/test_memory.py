@@ -40,6 +40,8 @@ PARAMETERS = {
     "Kimi-K2": 1_026_408_232_448,
     "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.7-Flash": 29_943_393_920,
+    # As transformers builds it, and 32.0 B in its report (arXiv 2507.11407).
+    "EXAONE-4.0-32B": 32_003_216_384,
     # As transformers builds it. The page of GLM-5, which has more indexers, says 744 B.
     "GLM-5.2": 743_377_019_904,
     # Without the 13_880_064 scales of its file in fp8.
