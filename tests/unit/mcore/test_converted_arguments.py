@@ -59,7 +59,8 @@ def config_from(args: Namespace) -> TransformerConfig:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "qwen3_tied", "qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "mixtral", "gpt_oss"]
+    "name",
+    ["llama", "qwen2", "qwen3_tied", "phi3", "glm4", "qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "mixtral", "gpt_oss"],
 )
 def test_the_arguments_describe_the_model(tmp_path: Path, name: str) -> None:
     make(name, tmp_path / "hf")
@@ -70,6 +71,8 @@ def test_the_arguments_describe_the_model(tmp_path: Path, name: str) -> None:
     found, expected = config_from(args), config_for(tmp_path / "hf", ParallelLayout(1))
     for field in SAME + (SAME_OF_EXPERTS if expected.num_moe_experts else ()):
         assert getattr(found, field) == getattr(expected, field), field
+    assert args.rotary_percent == {"phi3": 0.75, "glm4": 0.5}.get(name, 1.0)
+    assert args.rotary_interleaved == expected.rotary_interleaved
     if expected.num_moe_experts:
         frequency = expected.moe_layer_freq
         assert found.moe_layer_freq == (1 if isinstance(frequency, list) and all(frequency) else frequency)

@@ -120,10 +120,9 @@ def write_megatron(reading: Reading, geometry: ModelGeometry, directory: Path, f
     companions.mkdir()
     dtype = main_dtype(reading.types)
     copy_companions([reading.source.companions], companions, dtype, without_mtp(reading))
-    hf_config = read_config(companions, str(companions))
     writer = TorchDistWriter(weights, geometry, reading.types, block_bytes=BLOCK_BYTES, file_bytes=file_bytes)
     writer.write(reading.rows)
-    write_common(weights, geometry, hf_config, dtype)
+    write_common(weights, companions, geometry, dtype)
     (directory / torch_dist.TRACKER).write_text("release")
 
 

@@ -33,6 +33,7 @@ from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.sizes import rope_type, rotary, size
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.model_files import read_config
 
 VOCAB_MULTIPLE = 128  # Megatron-LM's default; the embedding may be loaded at any other padded size
 # Transformer Engine modules with numerical state. Loading such a model requires the state, which may be empty.
@@ -175,10 +176,16 @@ def padded_vocab(geometry: ModelGeometry) -> int:
     return -(-geometry.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def write_common(directory: Path, geometry: ModelGeometry, hf_config: Fields, dtype: torch.dtype) -> None:
-    """Write ``common.pt``. Megatron-LM and Megatron-Bridge build the model from its arguments."""
+def write_common(directory: Path, companions: Path, geometry: ModelGeometry, dtype: torch.dtype) -> None:
+    """Write ``common.pt``. Megatron-LM and Megatron-Bridge build the model from its arguments.
+
+    ``companions`` contains config.json.
+    """
+    settings = _common_settings(dtype) | _sizes(geometry, read_config(companions, str(companions)))
+    if FAMILIES[geometry.family].rotates_partly:
+        settings["rotary_percent"] = _rotated_share(companions)
     values = {
-        "args": Namespace(**{**_common_settings(dtype), **_sizes(geometry, hf_config)}),
+        "args": Namespace(**settings),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "num_floating_point_operations_so_far": 0,
@@ -188,6 +195,14 @@ def write_common(directory: Path, geometry: ModelGeometry, hf_config: Fields, dt
         },
     }
     save_values(values, directory / "common.pt")
+
+
+def _rotated_share(companions: Path) -> float:
+    """Return the rotated share of a head, with transformers' defaults and names of this key."""
+    from transformers import AutoConfig
+
+    rope = AutoConfig.from_pretrained(companions, local_files_only=True).rope_parameters
+    return float(rope.get("partial_rotary_factor", 1.0))
 
 
 def _sizes(geometry: ModelGeometry, hf_config: Fields) -> dict[str, Any]:
