@@ -32,10 +32,20 @@ ENGINES: tuple[tuple[str, Width], ...] = (
     ("gpt_oss", 2),
     ("gemma4_text_moe", 2),
     ("deepseek_v3_heads", 2),
+    ("nemotron_h_dense", 2),
     *((model, 2) for model in DELTA_NETS),
 )
 # Layers with a different packing than in other models.
-FURTHER = ("olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "gemma4_text_moe", "deepseek_v3_heads", *DELTA_NETS)
+FURTHER = (
+    "olmo2",
+    "gemma3_text",
+    "glm4_moe",
+    "gpt_oss",
+    "gemma4_text_moe",
+    "deepseek_v3_heads",
+    "nemotron_h_dense",
+    *DELTA_NETS,
+)
 EXPERTS = (
     "qwen3_moe_mixed",
     "qwen2_moe",
@@ -75,7 +85,7 @@ def layouts(model: str) -> tuple[str, ...]:
         return UNEVEN_LAYOUTS
     if model == "qwen3_tied":
         return OTHER_DENSE_LAYOUTS
-    return FEW_LAYOUTS_OF_DENSE if model in ("olmo2", "gemma3_text") else DENSE_LAYOUTS
+    return FEW_LAYOUTS_OF_DENSE if model in ("olmo2", "gemma3_text", "nemotron_h_dense") else DENSE_LAYOUTS
 
 
 def generates(layout: str, tp: Width) -> bool:
