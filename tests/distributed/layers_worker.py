@@ -31,7 +31,13 @@ from tests.distributed.setting import (
 from tests.distributed.state_worker import World, circle
 from tests.distributed.update_worker import old_of_update, oracle, update_of
 
-KINDS = {"dense": "qwen2", "experts": "qwen2_moe", "latent attention": "deepseek_v3", "delta net": "qwen3_5_text"}
+KINDS = {
+    "dense": "qwen2",
+    "experts": "qwen2_moe",
+    "latent attention": "deepseek_v3",
+    "delta net": "qwen3_5_text",
+    "state space": "nemotron_h",
+}
 # Layout, tokens per microbatch, packing, and ownership of rows.
 CELLS = {
     "dense": (
@@ -51,10 +57,13 @@ CELLS = {
         ("pp2_ep2_dp2_uneven", 24, False, "last rank"),
     ),
     "delta net": (("tp2_cp2", 24, True, "spread"), ("pp2_dp2", 24, False, "learner")),
+    "state space": (("tp2_sp_cp2_ep2_etp1", 24, True, "spread"), ("pp2_ep2_dp2", 24, False, "learner")),
 }
+WITH_BIASES = ("latent attention", "state space")  # of experts
 CIRCLES = {
     "qwen3_tied": ("tp2_cp2", "pp2_vpp2_dp2", "tp2_cp2"),
     "qwen3_moe": ("tp2_sp_ep2_etp1_dp2", "pp2_ep2_dp2", "tp2_sp_ep2_etp1_dp2"),
+    "nemotron_h": ("tp2_sp_ep2_etp1_dp2", "pp2_ep2_dp2", "tp2_sp_ep2_etp1_dp2"),
 }
 
 
@@ -117,10 +126,10 @@ def check_cells(kind: str, directory: Path, groups: dict[str, ModelGroups], plat
     after = load_file(directory / f"{KINDS[kind]}_after" / "model.safetensors") | moved_biases(hf)
     for layout, max_tokens, packing, owner in CELLS[kind]:
         settings = Settings(max_tokens=max_tokens, packing=packing, logit_chunk_tokens=5 if max_tokens == 24 else None)
-        settings.expert_bias_rate = BIAS_RATE if kind == "latent attention" else 0.0
+        settings.expert_bias_rate = BIAS_RATE if kind in WITH_BIASES else 0.0
         made = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
         model, actor = build(path, made, platform, settings)
-        assert has_expert_bias(model.spec.geometry) == (kind == "latent attention")
+        assert has_expert_bias(model.spec.geometry) == (kind in WITH_BIASES)
         found[layout] = {
             "parity": {"packed" if packing else "padded": distances(actor, packing, expected)},
             "gather": difference_from_file(model, path),

@@ -119,6 +119,10 @@ def train(actor: Actor, reference: torch.nn.Module) -> dict[str, float]:
     return actor.deliver_update(batch)().metrics
 
 
+def last_norm(model: str) -> str:
+    return "backbone.norm_f.weight" if model.startswith("nemotron") else "model.norm.weight"
+
+
 def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
     """Train and save. At each layout, load, save again and run the next step. All files stay for comparison."""
     reference = load_hf(world.directory / f"{name}_reference")
@@ -151,7 +155,7 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
     found["weights"] = [first_difference(weights_of(p / "actor"), weights_of(saved[0] / "actor")) for p in saved]
     found["files"] = [sorted(p.name for p in (path / "actor" / "training").iterdir()) for path in saved]
     found["size"] = [expected, written]
-    found["moved"] = float(states[0]["exp_avg/model.norm.weight"].abs().max())
+    found["moved"] = float(states[0][f"exp_avg/{last_norm(name)}"].abs().max())
     return found
 
 
