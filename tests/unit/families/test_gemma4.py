@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Gemma4Config, Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 
-from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.map.rules import hf_shapes, row_runs
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.planning.counts import model_flops
 from rlhf_mcore.planning.engines import kv_bytes_per_token
@@ -41,6 +43,13 @@ def test_the_language_model_is_saved_alone(tmp_path: Path) -> None:
         assert torch.equal(model.eval()(token_ids).logits, whole(token_ids).logits)
     found = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "text" / "model.safetensors").items()}
     assert found == hf_shapes(load_spec(tmp_path / "text").geometry)
+
+
+def test_megatrons_formats_are_rejected() -> None:
+    """Their settings contain one size for the heads of all layers."""
+    geometry = read_geometry(MODELS / "Gemma-4-31B", "lm")
+    with pytest.raises(ConfigError, match="layers with other heads are not supported; convert from or to hf only"):
+        row_runs("decoder.layers.0.self_attention.linear_proj.weight", geometry)
 
 
 def test_plans_count_keys_and_pairs_by_kind_of_layer() -> None:

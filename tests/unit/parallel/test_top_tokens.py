@@ -115,6 +115,37 @@ def test_the_other_results_and_gradients_are_there_beside_it(chunk: int | None) 
     torch.testing.assert_close(whole, torch.stack(parts).sum(0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("rank_threads")
+@pytest.mark.parametrize("size", [1, 2])
+def test_bounded_logits_of_teacher_and_student(size: int) -> None:
+    """Both distributions come from logits c tanh(z / c), and the gradient reaches z."""
+    hidden, weight, teacher, other = layers(12)
+    cap, theirs = 1.5, other[:12]
+
+    def bound(z: Tensor) -> Tensor:
+        return ((z / cap).tanh() * cap)[:, :VOCAB].double() / TEMPERATURE
+
+    def rank(group: ThreadGroup) -> tuple[Tensor, ...]:
+        options: Any = {"vocab_size": VOCAB, "temperature": TEMPERATURE, "group": group, "cap": cap}
+        top = top_tokens(teacher, theirs.chunk(size)[group.rank()], VOCAB, **options)
+        w = weight.chunk(size)[group.rank()].clone().requires_grad_()
+        compared = TeacherTopTokens.of(top, Divergence("forward_kl"))
+        found = linear_logprobs(hidden, w, torch.zeros(TOKENS, dtype=torch.int64), compared=compared, **options)
+        assert found.divergence is not None
+        found.divergence.sum().backward()
+        assert w.grad is not None
+        return found.divergence.detach(), w.grad
+
+    w = weight.double().requires_grad_()
+    t, p = bound(teacher @ theirs.t()).softmax(1), bound(hidden.double() @ w.t()).softmax(1)
+    expected = definition("forward_kl", 0.5, t, p)
+    expected.sum().backward()
+    divergences, gradients = zip(*run_ranks(size, rank), strict=True)
+    for divergence in divergences:
+        torch.testing.assert_close(divergence.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(gradients).double(), w.grad, rtol=1e-4, atol=1e-5)
+
+
 class Largest(TorchDispatchMode):
     """Records the number of elements of the largest tensor that any operation makes."""
 
