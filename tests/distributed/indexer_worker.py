@@ -52,11 +52,11 @@ def main(directory: Path) -> None:
             settings = Settings(max_tokens=48, indexer=stage, recompute=recompute)
             made = moe_groups_of(layout, groups)
             findings[f"{stage}/{layout}"] = update(path, made, platform, settings, reference, expected)
-    findings["resumed"] = resumed(path, directory, groups, platform, reference)
+    findings["resumed"] = resume(path, directory, groups, platform, reference)
     finish(findings, directory)
 
 
-def resumed(
+def resume(
     path: Path, directory: Path, groups: dict[str, ModelGroups], platform: Platform, reference: torch.nn.Module
 ) -> dict[str, Any]:
     """Train two steps, save after the first, and repeat the second from the files on another layout."""
