@@ -18,6 +18,7 @@ ONE_BY_ONE = "one after the other"  # experts
 # that is not zero for an expert without tokens (pytorch issue 172439).
 GROUPS_EXPERTS = (9, 0)
 VARLEN = "varlen (packed), SDPA (padded)"  # varlen: a single kernel for all packed sequences
+MAX_FLASH_SIZE = 256  # largest head that flash attention and cuDNN support; larger heads share no keys on a GPU
 APEX = "fused_weight_gradient_mlp_cuda"  # module of apex that adds weight gradients to fp32 buffers
 FUSED_ADAM = {"transformer_engine": TE, "amp_C": "apex", "apex": "apex"}
 

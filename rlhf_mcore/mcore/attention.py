@@ -24,8 +24,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from rlhf_mcore.expected_kernels import MAX_FLASH_SIZE
 from rlhf_mcore.geometry import WideSizes
-from rlhf_mcore.mcore.core_attention import MAX_FLASH_SIZE, SDPACoreAttention
+from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.groups import Sum
 from rlhf_mcore.mcore.weights import transformer_layers
 from rlhf_mcore.mcore.wide_attention import NormedValues, WideHeads

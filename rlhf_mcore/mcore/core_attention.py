@@ -24,12 +24,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from rlhf_mcore.expected_kernels import MAX_FLASH_SIZE
 from rlhf_mcore.mcore.image_features import mask_with_images
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.prefix_attention import SpanAttention, TreePart, attend_by_pieces
 from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_one
-
-MAX_FLASH_SIZE = 256  # largest head that flash attention and cuDNN support
 
 
 class SDPACoreAttention(torch.nn.Module):

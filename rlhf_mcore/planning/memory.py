@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.expected_kernels import MAX_FLASH_SIZE
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.vision import MAX_PATCHES
 from rlhf_mcore.geometry import DeltaSizes, LatentSizes, ModelGeometry, SpaceSizes
@@ -338,6 +339,8 @@ def _attention(run: Pass, layer: int) -> float:
     copied = run.copied_keys * (keys + values)
     if isinstance(sizes, LatentSizes):
         return 4 * queries + 3 * values + copied
+    if sizes.head_dim > MAX_FLASH_SIZE:  # keys and values of all tokens, repeated for each query head
+        copied += 2 * queries * run.role.layout.cp
     return (queries + 2 * keys) + (queries + keys) + queries + copied
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from transformers import Gemma4Config, Gemma4ForCausalLM, Gemma4ForConditionalGe
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, row_runs
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.geometry import AdapterSizes
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.planning.counts import model_flops
 from rlhf_mcore.planning.engines import kv_bytes_per_token
 from rlhf_mcore.planning.inputs import EngineGrid
 from rlhf_mcore.readers.model_files import read_geometry
+from rlhf_mcore.rollout.vllm.limits import adapter_problems
 from tests.distributed.models import GEMMA4, SIZES
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
@@ -50,6 +54,13 @@ def test_megatrons_formats_are_rejected() -> None:
     geometry = read_geometry(MODELS / "Gemma-4-31B", "lm")
     with pytest.raises(ConfigError, match="layers with other heads are not supported; convert from or to hf only"):
         row_runs("decoder.layers.0.self_attention.linear_proj.weight", geometry)
+
+
+def test_vllm_gets_merged_weights_instead_of_adapters() -> None:
+    sizes = AdapterSizes(8, 16.0, ("k_proj",))
+    geometry = replace(read_geometry(MODELS / "Gemma-4-31B", "lm"), adapter=sizes)
+    (problem,) = adapter_problems(RolloutConfig(), geometry)
+    assert "does not add the adapters of keys to values" in problem
 
 
 def test_plans_count_keys_and_pairs_by_kind_of_layer() -> None:
