@@ -101,6 +101,7 @@ def model(folder: Path, config: dict[str, Any], shapes: dict[str, list[int]], na
 LAYER = {
     "model.embed_tokens.weight": [100, 64],
     "model.norm.weight": [64],
+    "model.layers.1.input_layernorm.weight": [64],
     "model.layers.1.post_attention_layernorm.weight": [64],
     "model.layers.0.self_attn.q_proj.weight": [64, 64],
     "model.layers.0.self_attn.k_proj.weight": [32, 64],

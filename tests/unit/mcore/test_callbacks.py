@@ -35,6 +35,7 @@ from rlhf_mcore.mcore.model_spec import UnevenStages
 from rlhf_mcore.mcore.optimizer import aligned_within
 from rlhf_mcore.mcore.route_replay import RoutedLayer, Routing
 from rlhf_mcore.mcore.state_space import StateSpace
+from rlhf_mcore.mcore.wide_attention import WideHeads
 from rlhf_mcore.platform import base, cpu, cpu_kernels, cuda
 
 # Megatron passes these arguments only under a setting that the configuration rejects.
@@ -43,7 +44,7 @@ REJECTED = {
     "checkpoint_activations_microbatch": "num_microbatches_with_partial_activation_checkpoints",
 }
 # Our code builds these, so Megatron never calls their constructors.
-BUILT_HERE = (StageMessages, Rotary, UnevenStages)
+BUILT_HERE = (StageMessages, Rotary, UnevenStages, WideHeads)
 SELF: Any = None
 
 SCHEDULES = "pipeline_parallel.schedules pipeline_parallel.combined_1f1b"
@@ -93,6 +94,7 @@ def output_functions() -> list[Callable[..., Any]]:
         chunks=[],
         movable=SimpleNamespace(passing=torch.no_grad),
         aux_loss_coef=0.0,
+        indexer="frozen",
         _routers=lambda: (),
         _gathering_weights=torch.enable_grad,
         _run=lambda microbatches, on_outputs, forward_only: caught.append(partial(on_outputs, None)),
