@@ -270,10 +270,8 @@ class MegatronModel:
 
     def indexer_loss(self) -> float:
         """Return the loss of the indexers in the last update, a mean over tokens and layers. Collective over the model's ranks."""
-        local = {"loss": 0.0, "layers": 0.0}
-        for attention in self._indexers():
-            local["loss"] += float(attention.loss_weight * attention.loss_sum)
-            local["layers"] += 1.0
+        sums_of_layers = [attention.loss_weight * attention.loss_sum for attention in self._indexers()]
+        local = {"loss": float(torch.stack(sums_of_layers).sum()), "layers": float(len(sums_of_layers))}
         group = self.groups.collection.intra_dist_opt
         sums, ranks_per_layer = reduce_sums(local, group), group.size() // self.groups.layout.pp
         return sums["loss"] / self.groups.layout.tp / (sums["layers"] / ranks_per_layer)
