@@ -59,7 +59,7 @@ CELLS = {
     "delta net": (("tp2_cp2", 24, True, "spread"), ("pp2_dp2", 24, False, "learner")),
     "state space": (("tp2_sp_cp2_ep2_etp1", 24, True, "spread"), ("pp2_ep2_dp2", 24, False, "learner")),
 }
-WITH_BIASES = ("latent attention", "state space")  # of experts
+WITH_BIASES = ("latent attention", "state space")  # experts have them
 CIRCLES = {
     "qwen3_tied": ("tp2_cp2", "pp2_vpp2_dp2", "tp2_cp2"),
     "qwen3_moe": ("tp2_sp_ep2_etp1_dp2", "pp2_ep2_dp2", "tp2_sp_ep2_etp1_dp2"),
