@@ -119,6 +119,7 @@ def test_the_keys_that_a_run_which_resumes_cannot_change() -> None:
         "actor.freeze",
         *(f"actor.lora.{name}" for name in adapters),
         *(f"critic.lora.{name}" for name in adapters),
+        "actor.indexer",
         "actor.mtp.mode",
         "actor.vision.train",
         "actor.optimizer.name",
