@@ -55,6 +55,7 @@ def model_problems(
     yield from _grid_problems(cfg, geometry, records_routes)
     if not has_gpu():
         yield from _cpu_problems(model, geometry)
+        yield from _convolution_problems(cfg.layout.tp, model, geometry)
     elif cfg.quantization is not None:
         yield from _quantised_problems(cfg, model, geometry)
 
@@ -157,6 +158,18 @@ def _cpu_problems(model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
                 f"rollout.engine=vllm: on a CPU vLLM supports the head sizes {', '.join(map(str, CPU_HEAD_SIZES))}, but "
                 f"model.path={model.path} has head_dim={attention.head_dim}; set rollout.engine=hf"
             )
+
+
+def _convolution_problems(tp: int, model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
+    """Reject channels of state spaces that vLLM's CPU kernel for 16 bits cannot pack."""
+    if (space := geometry.space) is None or model.dtype == "fp32":
+        return
+    channels = space.inner // tp + 2 * space.state_dim * max(space.groups // tp, 1)
+    if channels % 32:
+        yield (
+            f"rollout.engine=vllm: on a CPU vLLM convolves multiples of 32 channels in {model.dtype}, but a rank has {channels} of "
+            f"model.path={model.path}; set rollout.engine=hf, or another rollout.layout.tp"
+        )
 
 
 def problem_of(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> str | None:

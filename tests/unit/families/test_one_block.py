@@ -48,6 +48,16 @@ def test_vllm_needs_a_gpu_for_experts_without_gates(
     assert len(found) == count and all("experts without gates" in x and "rollout.engine=hf" in x for x in found)
 
 
+def test_vllms_convolution_on_a_cpu_needs_multiples_of_32_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "has_gpu", lambda: False)
+    sizes = {"mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32}
+    geometry = read(hybrid_override_pattern="M-*", **sizes)  # 96 inputs, and 64 projections into and out of states
+    for tp, dtype, expected in ((1, "bf16", ""), (2, "fp32", ""), (2, "bf16", "has 112 of model.path=model")):
+        cfg = RolloutConfig.model_validate({"layout": {"tp": tp}})
+        found = limits.model_problems(cfg, ModelConfig(path="model", dtype=dtype), geometry, records_routes=False)  # type: ignore[arg-type]
+        assert expected in (text := " ".join(found)) and bool(text) == bool(expected)
+
+
 def test_adapters_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"actor.lora.targets: adapters of nemotron_h are not supported"):
         check_targets(FAMILY, read(), "actor.lora.targets")
