@@ -51,6 +51,7 @@ class Lookup:
     is_last_stage: bool = True
     aux_loss_coef: float = 0.0
     mtp: None = None
+    indexer: str = "frozen"
     routing: None = None
     vision: None = None
     overrides: Overrides = field(default_factory=Overrides)
