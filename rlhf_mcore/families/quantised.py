@@ -65,17 +65,17 @@ def quantisation(name: str) -> Quantisation:
 
 
 def quantisation_problems(geometry: ModelGeometry) -> Iterator[str]:
-    """Yield the parts of a model for which quantisation is not supported."""
+    """Name the parts of a model for which quantisation is not supported."""
     if FAMILIES[geometry.family].has_stacked_experts:
-        yield f"the experts of a layer of {geometry.family} are one tensor"
+        yield "experts in one tensor per layer"
     if geometry.vision is not None:
-        yield f"{geometry.family} sees images"
+        yield "a tower for images"
     if not isinstance(geometry.attention, GroupedSizes):
-        yield f"projections of {geometry.family}'s latent attention are absorbed by others"
+        yield "latent attention"
     if geometry.wide is not None:
-        yield f"{geometry.family} has layers with other heads"
+        yield "two kinds of attention heads"
     if geometry.recurrent_part is not None:
-        yield f"{geometry.family} has {geometry.recurrent_part}"
+        yield geometry.recurrent_part
 
 
 def cut_problems(

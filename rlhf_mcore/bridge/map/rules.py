@@ -132,7 +132,7 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
     attention = geometry.attention
     own = {
         "tower": geometry.vision is not None,
-        "layers with other heads": geometry.wide is not None,
+        "two kinds of attention heads": geometry.wide is not None,
         "indexers": isinstance(attention, LatentSizes) and attention.indexer is not None,
     }
     if (part := next((name for name, is_there in own.items() if is_there), geometry.recurrent_part)) is not None:

@@ -39,7 +39,7 @@ def fp8_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
 def _size_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """List reasons why a rank's blocks of 128x128 would differ from the blocks of the Hugging Face tensors."""
     layout, model = cfg.actor.layout, f"model.path={cfg.model.path}"
-    unsupported = [f"{model}: {problem}, which is not quantised here" for problem in quantisation_problems(geometry)]
+    unsupported = [f"{model}: not supported with {part}" for part in quantisation_problems(geometry)]
     yield from unsupported
     if unsupported:
         return
@@ -62,5 +62,5 @@ def quantised_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[
     if cfg.rollout.speculative.method == "mtp" and (mode := cfg.actor.mtp.mode) not in MTP_TRAINED:
         loaded = f"with actor.mtp.mode={mode} engines load MTP layers from files, which are not quantised"
         yield f"{name}: rollout.speculative.method=mtp: {loaded}; set actor.mtp.mode=train, or that to off or ngram"
-    for problem in () if geometry is None else quantisation_problems(geometry):
-        yield f"{name}: model.path={cfg.model.path}: {problem}, which is not quantised here; set rollout.quantization=null"
+    for part in () if geometry is None else quantisation_problems(geometry):
+        yield f"{name}: model.path={cfg.model.path} has {part}, which is not supported in 8 bits; set rollout.quantization=null"

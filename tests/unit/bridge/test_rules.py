@@ -210,7 +210,7 @@ def test_a_parameter_without_a_rule_is_an_error(family: str, name: str) -> None:
     ("name", "part"),
     [
         ("deepseek_v32", "indexers"),
-        ("gemma4_text", "layers with other heads"),
+        ("gemma4_text", "two kinds of attention heads"),
         ("nemotron_h", "state spaces"),
         ("qwen3_next", "gated delta nets"),
     ],

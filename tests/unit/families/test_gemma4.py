@@ -52,7 +52,7 @@ def test_the_language_model_is_saved_alone(tmp_path: Path) -> None:
 def test_megatrons_formats_are_rejected() -> None:
     """Their settings contain one size for the heads of all layers."""
     geometry = read_geometry(MODELS / "Gemma-4-31B", "lm")
-    with pytest.raises(ConfigError, match="layers with other heads are not supported; convert from or to hf only"):
+    with pytest.raises(ConfigError, match="two kinds of attention heads are not supported; convert from or to hf only"):
         row_runs("decoder.layers.0.self_attention.linear_proj.weight", geometry)
 
 
