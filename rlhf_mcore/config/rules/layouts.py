@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.questions import (
@@ -146,8 +146,8 @@ def cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model
     """Check that ``layout`` of ``role`` can split the model. ``model`` is the key that names it."""
     yield from tensor_cut_problems(geometry, f"{role}.layout.tp", layout.tp, model)
     yield from _expert_cut_problems(f"{role}.layout", layout, geometry, model)
-    yield from _stage_problems(f"{role}.layout", layout, geometry.num_layers, model)
-    yield from _selection_problems(f"{role}.layout", layout, geometry, model)
+    unusable = list(_stage_problems(f"{role}.layout", layout, geometry, model))
+    yield from unusable or _selection_problems(f"{role}.layout", layout, geometry, model)
 
 
 def balance_problems(role: str, moe: MoEConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
@@ -169,14 +169,14 @@ def recompute_problems(
         )
 
 
-def _stage_problems(key: str, layout: LayoutConfig, num_layers: int, model: str) -> Iterator[str]:
-    stages, sizes = layout.pp * (layout.vpp or 1), layout.layers_per_stage
+def _stage_problems(key: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
+    stages, sizes, num_layers = layout.pp * (layout.vpp or 1), layout.layers_per_stage, geometry.num_layers
     name, layers = f"{key}.pp{'*vpp' * (layout.vpp is not None)}={stages}", f"num_hidden_layers={num_layers} of {model}"
     if stages > num_layers:
         yield f"{name} is more than {layers}; lower it"
         return
     given = f"{key}.layers_per_stage={shorten(sizes)}"
-    example = f"for example {key}.layers_per_stage={balanced_stages(num_layers, stages)}"
+    example = f"for example {key}.layers_per_stage={_possible_stages(geometry, stages)}"
     if sizes is None and num_layers % stages:
         yield f"{name} does not divide {layers}; choose a divisor of {num_layers}, or set the layers of each stage, {example}"
     elif sizes is not None and len(sizes) != stages:
@@ -193,8 +193,20 @@ def _selection_problems(key: str, layout: LayoutConfig, geometry: ModelGeometry,
         own = [layer for layer in range(1, geometry.num_layers) if layer not in shared]
         yield (
             f"{key}: a pipeline stage begins with layer {wrong[0]} of {model}, which uses the keys selected in an earlier "
-            f"layer; let stages begin with layers that have an indexer ({shorten(own)}): set layers_per_stage, or lower pp or vpp"
+            f"layer; let stages begin with layers that have an indexer ({shorten(own)}), for example "
+            f"{key}.layers_per_stage={_possible_stages(geometry, stages)}, or lower pp or vpp"
         )
+
+
+def _possible_stages(geometry: ModelGeometry, stages: int) -> list[int]:
+    """Divide layers among stages about equally, with stages that begin with layers that select their own keys."""
+    sizes, shared = balanced_stages(geometry.num_layers, stages), _layers_with_others_keys(geometry)
+    own = [layer for layer in range(geometry.num_layers) if layer not in shared]
+    borders = [0]
+    for equal in accumulate(sizes[:-1]):
+        later = [layer for layer in own if layer > borders[-1]]
+        borders += sorted(later, key=lambda layer: abs(layer - equal))[:1]
+    return [high - low for low, high in pairwise([*borders, geometry.num_layers])]
 
 
 def _layers_with_others_keys(geometry: ModelGeometry) -> tuple[int, ...]:

@@ -308,7 +308,11 @@ def write_indexed_model(workspace: Any, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["actor.layout.pp=2"], ["actor.layout: a pipeline stage begins with layer 2", "indexer ([1, 3])"]),
+        (
+            ["actor.layout.pp=2"],
+            ["stage begins with layer 2", "indexer ([1, 3]), for example actor.layout.layers_per_stage=[1, 3]"],
+        ),
+        (["actor.layout.pp=3"], ["pp=3 does not divide", "for example actor.layout.layers_per_stage=[1, 2, 1]"]),
         (["actor.layout.pp=2", "actor.layout.layers_per_stage=[3,1]"], []),
         (["actor.recompute.granularity=full"], []),
         (
@@ -321,8 +325,8 @@ def test_layers_that_use_the_keys_of_another_layer_are_in_its_stage(
     workspace: Any, overrides: list[str], words: list[str]
 ) -> None:
     write_indexed_model(workspace, index_topk_pattern="FFSF")
-    problems = check("rollout.engine=hf", *overrides, world_size=2)
-    assert all(word in " ".join(problems) for word in words) and bool(problems) == bool(words), problems
+    problems = check("rollout.engine=hf", *overrides, world_size=6)
+    assert all(word in " ".join(problems) for word in words) and len(problems) == bool(words), problems
 
 
 def write_mtp_model(workspace: Any, **changes: Any) -> None:
