@@ -98,7 +98,8 @@ class WindowsAndWideHeads(Windows):
             yield "layer_types does not end with full_attention, as transformers requires; export the model again"
         if wide.heads.head_dim % 2 or wide.heads.num_heads % wide.heads.num_kv_heads:
             shown = f"global_head_dim={wide.heads.head_dim}, num_global_key_value_heads={wide.heads.num_kv_heads}"
-            yield f"{shown} do not fit num_attention_heads={wide.heads.num_heads} of an even size; export the model again"
+            needed = f"the first must be even, and the second a divisor of num_attention_heads={wide.heads.num_heads}"
+            yield f"{shown}: {needed}; export the model again"
         if (own := _own_sizes(hf_config)) is not None:
             known = [sizes.content for sizes in own.values()]
             is_alike = tuple(sorted(own)) == wide.layers and all(sizes == known[0] for sizes in known)
