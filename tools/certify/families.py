@@ -100,7 +100,8 @@ TINY: dict[str, dict[str, Any]] = {
         rope_parameters={**_YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
     ),
     "nemotron_h": dict(
-        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+        layers_block_type=["linear_attention", "mlp", "full_attention", "moe"] * 2,
+        time_step_min=1e-30,  # a limit that only transformers has, and only for prompts
         mamba_num_heads=8,
         mamba_head_dim=16,
         n_groups=4,
