@@ -20,9 +20,9 @@ class ExpertsBesideMLP(MoELayer):
     def add_norms(self) -> None:
         """Add the norms to a layer that Megatron has built."""
         assert self.shared_experts is not None and not self.shared_expert_overlap
-        for name in ("mlp_norm", "mlp_output_norm", "experts_norm", "experts_output_norm"):
-            norm = RMSNorm(self.config, self.config.hidden_size, eps=self.config.layernorm_epsilon)
-            self.add_module(name, norm)
+        self.mlp_norm, self.mlp_output_norm, self.experts_norm, self.experts_output_norm = (
+            RMSNorm(self.config, self.config.hidden_size, eps=self.config.layernorm_epsilon) for _ in range(4)
+        )
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor:
         output: Tensor = self.mlp_output_norm(super().shared_experts_compute(self.mlp_norm(hidden_states)))

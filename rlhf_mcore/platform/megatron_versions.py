@@ -74,8 +74,8 @@ class LayersOfSpec:
 
 def grads_of_norm(optimizer: Any) -> list[Any]:
     """Return the gradients on this rank that the gradient norm includes. Version 0.16 has another name for the method."""
-    get = getattr(optimizer, "get_main_grads_for_grad_norm", None) or optimizer.get_grads_for_grad_norm
-    grads: list[Any] = get()
+    names = ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
+    grads: list[Any] = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))()
     return grads
 
 
