@@ -17,7 +17,7 @@ from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.recurrence import CHUNK
 from rlhf_mcore.mcore.state_space import SpaceKernels, StateSpace, selective_scan
 
-LENGTHS = [3, CHUNK + 1, 1, 2 * CHUNK, 130]
+LENGTHS = [3, CHUNK + 1, 1, 2 * CHUNK, 3 * CHUNK + 5]
 HEADS, WIDTH, STATE = 4, 5, 6
 
 
