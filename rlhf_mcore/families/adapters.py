@@ -61,6 +61,8 @@ _KINDS: dict[Kind, tuple[Kind, Kind]] = {
     },
 }
 _EMBEDDING_KINDS: tuple[Kind, Kind] = ("transposed", "vocab_columns")
+# Parts of models with one block per layer.
+_WITHOUT_ADAPTERS = {".mixer.out_proj": "outputs of state spaces", ".experts.": "experts without gates"}
 _RANK = Dim("rank", lambda g: _sizes(g).rank)
 
 
@@ -81,8 +83,14 @@ def base_name(name: str) -> tuple[str, str]:
 
 
 def hf_module(name: str) -> str:
-    """Return the Hugging Face module of an adapter's tensor, such as ``model.layers.0.self_attn.q_proj``."""
-    return name.removeprefix(_HF_PREFIX).partition(".lora_")[0]
+    """Return the module of an adapter's tensor, as files name it, such as ``model.layers.0.self_attn.q_proj``."""
+    module = name.removeprefix(_HF_PREFIX).partition(".lora_")[0]
+    return re.sub(r"^model\.(?=layers\.[^.]+\.mixer\.)", "backbone.", module)
+
+
+def name_in_memory(module: str) -> str:
+    """Return transformers' name of a module in memory, which PEFT uses. In Nemotron's files it starts with ``backbone``."""
+    return re.sub(r"^backbone\.(?=layers\.[^.]+\.mixer\.)", "model.", module)
 
 
 def hf_names(module: str) -> tuple[str, str]:
@@ -93,7 +101,7 @@ def hf_names(module: str) -> tuple[str, str]:
 def hf_name(module: str, side: str) -> str:
     """Return PEFT's name of ``A``, ``B`` or ``M`` of a Hugging Face module."""
     ends = _HF_EMBEDDING_NAMES if module == EMBEDDING else _HF_NAMES
-    return f"{_HF_PREFIX}{module}{ends[side]}"
+    return f"{_HF_PREFIX}{name_in_memory(module)}{ends[side]}"
 
 
 def pairs_of(tensors: Mapping[str, T]) -> dict[str, tuple[T, T]]:
@@ -120,7 +128,7 @@ def adapter_rules(rule: Rule, geometry: ModelGeometry, layer: int) -> list[Rule]
     ):
         return []
     tensors = {name: dims for name, dims in rule.tensors.items() if is_target(_module(name, layer), geometry)}
-    if not tensors:
+    if not tensors or (is_end and not tensors.keys() & {f"{EMBEDDING}.weight", f"{OUTPUT}.weight"}):
         return []
     is_embedding = f"{EMBEDDING}.weight" in tensors
 
@@ -199,9 +207,8 @@ def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
     Raises:
         ConfigError: a target is not a linear layer of the model, or does not support adapters.
     """
-    if family.one_block is not None:  # transformers and PEFT name its modules differently from its files
-        raise ConfigError(f"{field}: adapters of {geometry.family} are not supported; train all weights instead")
-    linear, stacked = [EMBEDDING, *([OUTPUT] if geometry.head == "lm" else [])], []
+    has_embedding = any(f"{EMBEDDING}.weight" in rule.tensors for rule in family.rules)
+    linear, stacked = [*([EMBEDDING] * has_embedding), *([OUTPUT] if geometry.head == "lm" else [])], list[str]()
     for layer in range(geometry.num_layers):
         for rule in family.layer_rules(geometry, layer):
             if not _LINEAR.fullmatch(rule.mcore):
@@ -230,6 +237,11 @@ def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
             f"{field}: {module} does not support DoRA, because experts, the embedding and the output layer do not; choose other "
             f"targets (with experts: attention layers), or set {field.rpartition('.')[0]}.use_dora=false"
         )
+    for part, name in _WITHOUT_ADAPTERS.items() if family.one_block is not None else ():
+        if module := next((module for module in linear if part in module and is_target(module, geometry)), None):
+            raise ConfigError(
+                f"{field}: PEFT does not support {name} ({module}); name other layers, such as in_proj and q_proj"
+            )
     if stacked:
         raise ConfigError(
             f"{field}: {stacked[0]} holds all experts of a layer in one tensor, which does not support adapters; "

@@ -24,6 +24,7 @@ from rlhf_mcore.families.adapters import (
     base_copies,
     hf_module,
     hf_name,
+    name_in_memory,
     whole_tensors,
     without_dora,
 )
@@ -138,7 +139,8 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
     if not modules:
         raise ConfigError(f"{path} contains no tensors; {_REMEDY}")
     named, config = settings.modules, Path(directory) / ADAPTER_CONFIG
-    ignored = [m for m in modules if named and not any(m == name or m.endswith(f".{name}") for name in named)]
+    in_memory = map(name_in_memory, modules)
+    ignored = [m for m in in_memory if named and not any(m == name or m.endswith(f".{name}") for name in named)]
     if ignored:
         absent = f"target_modules do not name {join_first(sorted(ignored), 3, ', ')}"
         raise ConfigError(f"{config}: {absent}, whose tensors are in {ADAPTER_WEIGHTS}; {_REMEDY}")

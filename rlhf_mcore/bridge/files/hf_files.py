@@ -24,6 +24,7 @@ from rlhf_mcore.bridge.files.dequantise import QuantisedMatrix
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.families.adapters import name_in_memory
 from rlhf_mcore.foreign import INDEX as INDEX_LIMITS
 from rlhf_mcore.foreign import read_bytes, read_json, shorten
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
@@ -324,7 +325,7 @@ def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> 
         "r": sizes.rank,
         "lora_alpha": int(sizes.alpha) if sizes.alpha == int(sizes.alpha) else sizes.alpha,
         "lora_dropout": dropout,
-        "target_modules": list(short_names(modules, possible)),
+        "target_modules": list(map(name_in_memory, short_names(modules, possible))),
         "use_rslora": sizes.use_rslora,
         "use_dora": sizes.use_dora,
         "bias": "none",

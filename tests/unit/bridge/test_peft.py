@@ -72,6 +72,19 @@ def test_peft_computes_with_what_was_trained(tmp_path: Path, name: str, use_rslo
     assert (plain - expected).abs().max() > 0.1
 
 
+def test_peft_finds_modules_whose_names_in_files_differ(tmp_path: Path) -> None:
+    models.make("nemotron_h_dense", base := tmp_path / "base")
+    sizes = AdapterSizes(3, 12.0, ("down_proj", "in_proj", "o_proj", "q_proj"))
+    geometry = replace(read_geometry(base), adapter=sizes)
+    tensors = write(tmp_path / "adapter", geometry, base)
+    model = beside.peft().PeftModel.from_pretrained(load_hf(base), str(tmp_path / "adapter"))
+    with torch.no_grad():
+        expected = with_products(load_hf(base), tensors, 12 / 3)(TOKENS).logits
+        torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=2e-5)
+        assert (expected - load_hf(base)(TOKENS).logits).abs().max() > 0.1
+    assert open_adapters(tmp_path / "adapter", read_geometry(base))[1] == geometry
+
+
 def test_adapters_of_both_ends_go_to_peft_and_come_back(tmp_path: Path) -> None:
     """PEFT saves the weights of the embedding and the output layer in addition to their adapters."""
     models.make("qwen3", base := tmp_path / "base")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from rlhf_mcore.config.schema import ModelConfig, RolloutConfig
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.adapters import check_targets
 from rlhf_mcore.foreign import Fields
-from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 from rlhf_mcore.rollout.hf.engine import _build_model
 from rlhf_mcore.rollout.vllm import limits
 
@@ -58,9 +60,17 @@ def test_vllms_convolution_on_a_cpu_needs_multiples_of_32_channels(monkeypatch: 
         assert expected in (text := " ".join(found)) and bool(text) == bool(expected)
 
 
-def test_adapters_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"actor.lora.targets: adapters of nemotron_h are not supported"):
-        check_targets(FAMILY, read(), "actor.lora.targets")
+def test_adapters_that_peft_rejects_are_rejected() -> None:
+    mixed = read(hybrid_override_pattern="M-*E")
+    for targets, message in [
+        (("all-linear",), r"PEFT does not support outputs of state spaces \(backbone.layers.0.mixer.out_proj\)"),
+        (("*.layers.3.*",), "PEFT does not support experts without gates"),
+        (("embeddings",), "'embeddings' is not a linear layer of the model"),
+        (("in_proj", "q_proj", "*.layers.1.*"), None),
+    ]:
+        adapted = replace(mixed, adapter=AdapterSizes(2, 4.0, targets))
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            check_targets(FAMILY, adapted, "actor.lora.targets")
 
 
 def test_transformers_engine_does_not_limit_time_steps(tmp_path: Path) -> None:
