@@ -137,15 +137,20 @@ def random_weights(case: Case, seed: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def vllm_config(case: Case, directory: Path, tp: int, pp: int = 1, dp: int = 1, ep: int = 1) -> Iterator[Any]:
-    """Set vLLM's configuration of a case as the current one, with its process groups. Yields the configuration."""
+def vllm_config(
+    case: Case, directory: Path, tp: int, pp: int = 1, dp: int = 1, ep: int = 1, hf: Any = None
+) -> Iterator[Any]:
+    """Set vLLM's configuration of a case as the current one, with its process groups. Yields the configuration.
+
+    ``hf`` replaces the case's config.json.
+    """
     import torch.distributed as dist
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
 
     target = directory / f"{case.key}-tp{tp}-rank{dist.get_rank()}"
-    hf_config(case).save_pretrained(target)
+    (hf or hf_config(case)).save_pretrained(target)
     config = EngineArgs(
         model=str(target),
         skip_tokenizer_init=True,
