@@ -185,10 +185,7 @@ def weight_problems(folder: Path, prefix: str) -> Iterator[str]:
 
 
 def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
-    """Check that the headers of the weights match config.json, in the first and last layer, embedding and head.
-
-    MTP layers after the last layer are not checked.
-    """
+    """Check that the headers of the weights match config.json. See ``_some_shapes`` for what is not checked."""
     indexed = isfile(folder / INDEX_FILE)
     files = set(_read(folder / INDEX_FILE, prefix, INDEX).table("weight_map").values()) if indexed else {SINGLE_FILE}
     if not all(isfile(folder / file) and os.path.getsize(folder / file) for file in files):
@@ -227,14 +224,14 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
 
 
 def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors that identify a model: first layer (with one expert), last norms, embedding, final norm."""
-    family, last = FAMILIES[geometry.family], geometry.num_layers - 1
-    # Rules outside layers include no head, because it may differ
-    rules = [*(rule for rule in family.rules if "{i}" not in rule.mcore), *family.layer_rules(geometry, 0)]
-    shapes = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
-    for rule in family.layer_rules(geometry, last):
-        if rule.mcore.endswith("norm.weight") and ".self_attention." not in rule.mcore:
-            shapes |= rule.shapes(geometry, last)
+    """Return the shapes of all tensors except the head, which may differ, towers, and experts after a layer's first."""
+    family = FAMILIES[geometry.family]
+    shapes = {
+        name: dims for rule in family.rules if "{i}" not in rule.mcore for name, dims in rule.shapes(geometry).items()
+    }
+    for layer in range(geometry.num_layers):
+        for rule in family.layer_rules(geometry, layer):
+            shapes |= rule.shapes(geometry, layer)
     return shapes
 
 

@@ -98,33 +98,31 @@ def model(folder: Path, config: dict[str, Any], shapes: dict[str, list[int]], na
     return str(folder)
 
 
-LAYER = {
-    "model.embed_tokens.weight": [100, 64],
-    "model.norm.weight": [64],
-    "model.layers.1.input_layernorm.weight": [64],
-    "model.layers.1.post_attention_layernorm.weight": [64],
-    "model.layers.0.self_attn.q_proj.weight": [64, 64],
-    "model.layers.0.self_attn.k_proj.weight": [32, 64],
-    "model.layers.0.self_attn.v_proj.weight": [32, 64],
-    "model.layers.0.self_attn.o_proj.weight": [64, 64],
-    "model.layers.0.input_layernorm.weight": [64],
-    "model.layers.0.post_attention_layernorm.weight": [64],
+ATTENTION = {
+    "self_attn.q_proj.weight": [64, 64],
+    "self_attn.k_proj.weight": [32, 64],
+    "self_attn.v_proj.weight": [32, 64],
+    "self_attn.o_proj.weight": [64, 64],
+    "input_layernorm.weight": [64],
+    "post_attention_layernorm.weight": [64],
 }
-DENSE = {
-    **LAYER,
-    "model.layers.0.mlp.gate_proj.weight": [128, 64],
-    "model.layers.0.mlp.up_proj.weight": [128, 64],
-    "model.layers.0.mlp.down_proj.weight": [64, 128],
+MLP = {"mlp.gate_proj.weight": [128, 64], "mlp.up_proj.weight": [128, 64], "mlp.down_proj.weight": [64, 128]}
+EXPERTS = {
+    "self_attn.q_norm.weight": [16],
+    "self_attn.k_norm.weight": [16],
+    "mlp.gate.weight": [4, 64],
+    "mlp.experts.0.gate_proj.weight": [32, 64],
+    "mlp.experts.0.up_proj.weight": [32, 64],
+    "mlp.experts.0.down_proj.weight": [64, 32],
 }
-SPARSE = {
-    **LAYER,
-    "model.layers.0.self_attn.q_norm.weight": [16],
-    "model.layers.0.self_attn.k_norm.weight": [16],
-    "model.layers.0.mlp.gate.weight": [4, 64],
-    "model.layers.0.mlp.experts.0.gate_proj.weight": [32, 64],
-    "model.layers.0.mlp.experts.0.up_proj.weight": [32, 64],
-    "model.layers.0.mlp.experts.0.down_proj.weight": [64, 32],
-}
+
+
+def in_layers(shapes: dict[str, list[int]], num_layers: int = 2) -> dict[str, list[int]]:
+    ends = {"model.embed_tokens.weight": [100, 64], "model.norm.weight": [64]}
+    return ends | {f"model.layers.{i}.{name}": shape for i in range(num_layers) for name, shape in shapes.items()}
+
+
+DENSE, SPARSE = in_layers(ATTENTION | MLP), in_layers(ATTENTION | EXPERTS)
 
 
 def test_weights_that_are_those_of_their_config(tmp_path: Path) -> None:
@@ -141,7 +139,7 @@ def test_weights_of_another_model_are_refused_before_a_process_starts(tmp_path: 
                 "model.layers.0.mlp.gate_proj.weight is [128, 64], but config.json requires [64, 64]",
             ),
             ({"num_key_value_heads": 4}, "k_proj.weight is [32, 64], but config.json requires [64, 64]"),
-            ({"num_hidden_layers": 3}, "model.layers.2.post_attention_layernorm.weight is missing"),
+            ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is missing"),
             ({"num_hidden_layers": 1}, "more layers than config.json's num_hidden_layers=1"),
             ({"hidden_size": 2**17}, "embed_tokens.weight is [100, 64], but config.json requires [100, 131072]"),
         ]
