@@ -185,7 +185,7 @@ def weight_problems(folder: Path, prefix: str) -> Iterator[str]:
 
 
 def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
-    """Check that the headers of the weights match config.json. See ``_some_shapes`` for what is not checked."""
+    """Check that the headers of the weights match config.json. ``_some_shapes`` lists the tensors."""
     indexed = isfile(folder / INDEX_FILE)
     files = set(_read(folder / INDEX_FILE, prefix, INDEX).table("weight_map").values()) if indexed else {SINGLE_FILE}
     if not all(isfile(folder / file) and os.path.getsize(folder / file) for file in files):

@@ -36,7 +36,7 @@ TOWER = dict(
 
 
 def test_the_language_model_is_saved_alone(tmp_path: Path) -> None:
-    """As docs/models/supported.md says."""
+    """Follow the recipe of docs/models/supported.md."""
     text = {**SIZES, **GEMMA4, "pad_token_id": 0}
     whole = Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=TOWER)).eval()
     whole.save_pretrained(tmp_path / "whole")
