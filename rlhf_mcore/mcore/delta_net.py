@@ -20,12 +20,12 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.data.prefixes import PrefixTree
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.recurrence import (
     CHUNK,
+    HeadMixer,
     Heads,
     NamedWeight,
     causal_convolution,
@@ -35,7 +35,7 @@ from rlhf_mcore.mcore.recurrence import (
     run_by_depth,
     share_heads,
 )
-from rlhf_mcore.parallel.context import SummedGradient, order_of_one, to_parts, to_tokens
+from rlhf_mcore.parallel.context import SummedGradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class DeltaKernels:
         return x.unflatten(0, (self.batch, -1))
 
 
-class GatedDeltaNet(torch.nn.Module):
+class GatedDeltaNet(HeadMixer):
     """Mix tokens with a gated delta net instead of attention.
 
     A convolution runs over the last tokens. Each head keeps a state that decays and is corrected. A gate multiplies
@@ -132,38 +132,20 @@ class GatedDeltaNet(torch.nn.Module):
 
         Under sequence parallelism, s counts this rank's part of the tokens.
         """
-        mixed, cp = self.in_proj(hidden_states)[0], self._cp.size()  # [s, b, outputs of this rank]
-        batch, packed = mixed.size(1), packed_seq_params
-        sizes = [len(mixed) * cp] if packed is None else list(packed.sizes)
-        if cp > 1:
-            packed_order = None if packed is None else packed.order
-            order = order_of_one(sum(sizes), cp, mixed.device) if packed_order is None else packed_order
-            columns = [self._columns(heads, mixed.device) for heads in self._shares]
-            by_rank = mixed.index_select(-1, torch.cat(columns))
-            mixed = to_parts(by_rank, [len(each) for each in columns], order, self._cp)
-        lengths = np.array(sizes * batch)  # packed input has one row
-        # The rule would save ten times the size of its input, so the backward pass recomputes it.
-        rows = mixed.transpose(0, 1).flatten(0, 1)
-        fla = None
-        if self.fla is not None and self._mine.values:
-            fla = replace(self.fla, batch=batch, borders=None if packed is None else packed.cu_seqlens_q)
-        tree = None if packed is None or packed.tree is None else packed.tree.tree
-        out = checkpoint(self._heads, rows, lengths, fla, tree, use_reentrant=False, preserve_rng_state=False)
-        out = out.unflatten(0, (batch, -1)).transpose(0, 1)
-        if cp > 1:
-            out = to_tokens(out, [len(heads.values) * self.value_dim for heads in self._shares], order, self._cp)
-        return self.out_proj(out.contiguous())
+        mixed = self.in_proj(hidden_states)[0]  # [s, b, outputs of this rank]
+        return self.out_proj(self.mix(mixed, self.value_dim, packed_seq_params).contiguous())
 
-    def _columns(self, heads: Heads, device: torch.device) -> Tensor:
-        """Return the columns of this rank's ``in_proj`` outputs that belong to ``heads``, kind by kind."""
+    def kinds_of(self, heads: Heads) -> tuple[tuple[int, range, int], ...]:
+        """List queries, keys, values, gates, betas and alphas."""
         keys, values = (self.keys, heads.keys, self.key_dim), (self.values, heads.values, self.value_dim)
-        scalars, parts, begin = (self.values, heads.values, 1), [], 0
-        for count, some, width in (keys, keys, values, values, scalars, scalars):
-            parts.append(torch.arange(begin + some.start * width, begin + some.stop * width, device=device))
-            begin += count * width
-        return torch.cat(parts)
+        scalars = (self.values, heads.values, 1)
+        return keys, keys, values, values, scalars, scalars
 
-    def _heads(
+    def kernels_for(self, batch: int, packed: PackedSequences | None) -> DeltaKernels | None:
+        borders = None if packed is None else packed.cu_seqlens_q
+        return None if self.fla is None else replace(self.fla, batch=batch, borders=borders)
+
+    def mix_heads(
         self, mixed: Tensor, lengths: NDArray[np.int64], fla: DeltaKernels | None, tree: PrefixTree | None
     ) -> Tensor:
         """Map [N, ``in_proj`` outputs of this rank's heads] to [N, its value heads * value_dim]."""
@@ -173,7 +155,7 @@ class GatedDeltaNet(torch.nn.Module):
         qkv, gate, beta, alpha = mixed.split([channels, value_size, values, values], dim=-1)
         kernels, local = self.conv1d.weight.squeeze(1), slice(mine.values.start, mine.values.stop)
         if self._cp.size() > 1:
-            kernels = kernels.index_select(0, self._columns(mine, kernels.device)[:channels])
+            kernels = kernels.index_select(0, self.columns_of(mine, kernels.device)[:channels])
         if tree is not None:
             assert fla is None, "such a model shares nothing"
             qkv = F.silu(convolve_paths(qkv, kernels, tree))

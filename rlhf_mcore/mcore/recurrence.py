@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.data.prefixes import PrefixTree
+from rlhf_mcore.mcore.packed import PackedSequences
+from rlhf_mcore.parallel.context import order_of_one, to_parts, to_tokens
 
 CHUNK = 64  # tokens per chunk; states pass from chunk to chunk, not from token to token
 
@@ -127,6 +131,61 @@ def rank_by_chunks(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     ranks = np.empty_like(lengths)
     ranks[np.argsort(lengths // -CHUNK, kind="stable")] = np.arange(len(lengths))
     return ranks
+
+
+class HeadMixer(torch.nn.Module):
+    """Mix tokens by heads with states that pass from token to token.
+
+    Under context parallelism each rank computes some heads of its tensor-parallel rank for all tokens, because a state
+    depends on all of them. A subclass sets ``_cp`` (the group), ``_shares`` and ``_mine`` (the heads of all ranks and
+    of this rank).
+    """
+
+    _cp: Any
+    _shares: list[Heads]
+    _mine: Heads
+
+    def kinds_of(self, heads: Heads) -> tuple[tuple[int, range, int], ...]:
+        """Return for each kind of input: its number of heads here, those among ``heads``, and the columns of a head."""
+        raise NotImplementedError
+
+    def kernels_for(self, batch: int, packed: PackedSequences | None) -> Any:
+        """Return the kernels of this input, or None without them."""
+        raise NotImplementedError
+
+    def mix_heads(self, rows: Tensor, lengths: NDArray[np.int64], kernels: Any, tree: PrefixTree | None) -> Tensor:
+        """Map [N, inputs of this rank's heads] to [N, its heads * width]."""
+        raise NotImplementedError
+
+    def mix(self, inputs: Tensor, width: int, packed: PackedSequences | None) -> Tensor:
+        """Map [s, b, inputs of all heads] to [s, b, heads * ``width``]. Packed input has b = 1."""
+        batch, cp = inputs.size(1), self._cp.size()
+        sizes = [len(inputs) * cp] if packed is None else list(packed.sizes)
+        if cp > 1:
+            packed_order = None if packed is None else packed.order
+            order = order_of_one(sum(sizes), cp, inputs.device) if packed_order is None else packed_order
+            columns = [self.columns_of(heads, inputs.device) for heads in self._shares]
+            by_rank = inputs.index_select(-1, torch.cat(columns))
+            inputs = to_parts(by_rank, [len(each) for each in columns], order, self._cp)
+        lengths = np.array(sizes * batch)  # packed input has one row
+        kernels = self.kernels_for(batch, packed) if self._mine.values else None
+        tree = None if packed is None or packed.tree is None else packed.tree.tree
+        # The recurrence would save many times the size of its input, so the backward pass recomputes it.
+        rows = inputs.transpose(0, 1).flatten(0, 1)
+        out = checkpoint(self.mix_heads, rows, lengths, kernels, tree, use_reentrant=False, preserve_rng_state=False)
+        out = out.unflatten(0, (batch, -1)).transpose(0, 1)
+        if cp > 1:
+            out = to_tokens(out, [len(heads.values) * width for heads in self._shares], order, self._cp)
+        mixed: Tensor = out
+        return mixed
+
+    def columns_of(self, heads: Heads, device: torch.device) -> Tensor:
+        """Return the columns of the inputs on this tensor-parallel rank that belong to ``heads``, kind by kind."""
+        parts, begin = [], 0
+        for count, some, width in self.kinds_of(heads):
+            parts.append(torch.arange(begin + some.start * width, begin + some.stop * width, device=device))
+            begin += count * width
+        return torch.cat(parts)
 
 
 def chunk_places(lengths: NDArray[np.int64]) -> tuple[Tensor, list[int]]:

@@ -27,6 +27,7 @@ from rlhf_mcore.data.prefixes import PrefixTree
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.recurrence import (
     CHUNK,
+    HeadMixer,
     Heads,
     NamedWeight,
     causal_convolution,
@@ -36,7 +37,6 @@ from rlhf_mcore.mcore.recurrence import (
     run_by_depth,
     share_heads,
 )
-from rlhf_mcore.parallel.context import order_of_one, to_parts, to_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class SpaceKernels:
         return x.unflatten(0, (self.batch, -1))
 
 
-class StateSpace(torch.nn.Module):
+class StateSpace(HeadMixer):
     """Mix tokens with a selective state space instead of attention.
 
     A convolution runs over the last tokens. Each head keeps a state that decays, and to which each token is added. A
@@ -139,44 +139,23 @@ class StateSpace(torch.nn.Module):
         Under sequence parallelism, s counts this rank's part of the tokens.
         """
         inner = self.heads * self.head_dim
-        mixed, cp = self.in_proj(hidden_states)[0], self._cp.size()  # [s, b, outputs of this rank]
+        mixed = self.in_proj(hidden_states)[0]  # [s, b, outputs of this rank]
         gate, mixed = mixed.tensor_split([inner], dim=-1)
-        batch, packed = mixed.size(1), packed_seq_params
-        sizes = [len(mixed) * cp] if packed is None else list(packed.sizes)
-        if cp > 1:
-            packed_order = None if packed is None else packed.order
-            order = order_of_one(sum(sizes), cp, mixed.device) if packed_order is None else packed_order
-            columns = [self._columns(heads, mixed.device) for heads in self._shares]
-            by_rank = mixed.index_select(-1, torch.cat(columns))
-            mixed = to_parts(by_rank, [len(each) for each in columns], order, self._cp)
-        lengths = np.array(sizes * batch)  # packed input has one row
-        kernels = None
-        if self.kernels is not None and self._mine.values:
-            kernels = replace(self.kernels, batch=batch, numbers=None if packed is None else _number(packed))
-        # The scan would save many times the size of its input, so the backward pass recomputes it.
-        rows = mixed.transpose(0, 1).flatten(0, 1)
-        tree = None if packed is None or packed.tree is None else packed.tree.tree
-        out = checkpoint(self._heads, rows, lengths, kernels, tree, use_reentrant=False, preserve_rng_state=False)
-        out = out.unflatten(0, (batch, -1)).transpose(0, 1)
-        if cp > 1:
-            out = to_tokens(out, [len(heads.values) * self.head_dim for heads in self._shares], order, self._cp)
+        out = self.mix(mixed, self.head_dim, packed_seq_params)
         out = checkpoint(self._gate, out, gate, use_reentrant=False, preserve_rng_state=False)
         return self.out_proj(out.contiguous())
 
-    def _columns(self, heads: Heads, device: torch.device) -> Tensor:
-        """Return the columns of inputs, B, C and time steps on this tensor-parallel rank that belong to ``heads``."""
-        groups, parts, begin = (self.groups, heads.keys, self.state_dim), [], 0
-        for count, some, width in (
-            (self.heads, heads.values, self.head_dim),
-            groups,
-            groups,
-            (self.heads, heads.values, 1),
-        ):
-            parts.append(torch.arange(begin + some.start * width, begin + some.stop * width, device=device))
-            begin += count * width
-        return torch.cat(parts)
+    def kinds_of(self, heads: Heads) -> tuple[tuple[int, range, int], ...]:
+        """List inputs, B, C and time steps."""
+        groups = (self.groups, heads.keys, self.state_dim)
+        return (self.heads, heads.values, self.head_dim), groups, groups, (self.heads, heads.values, 1)
 
-    def _heads(
+    def kernels_for(self, batch: int, packed: PackedSequences | None) -> SpaceKernels | None:
+        if self.kernels is None:
+            return None
+        return replace(self.kernels, batch=batch, numbers=None if packed is None else _number(packed))
+
+    def mix_heads(
         self, mixed: Tensor, lengths: NDArray[np.int64], kernels: SpaceKernels | None, tree: PrefixTree | None
     ) -> Tensor:
         """Map [N, inputs, B, C and time steps of this rank's heads] to [N, its heads * head_dim]."""
@@ -185,7 +164,7 @@ class StateSpace(torch.nn.Module):
         convolved, step = mixed.tensor_split([inner + 2 * states], dim=-1)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias.view(-1)
         if self._cp.size() > 1:
-            channels = self._columns(mine, weight.device)[: convolved.size(-1)]
+            channels = self.columns_of(mine, weight.device)[: convolved.size(-1)]
             weight, bias = (x.index_select(0, channels) for x in (weight, bias))
         local = slice(mine.values.start, mine.values.stop)
         dt_bias, rate, skip = (x[local].float() for x in (self.dt_bias, self.A_log, self.D))

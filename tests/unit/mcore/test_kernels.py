@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore import expected_kernels
 from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.mcore import delta_net, kernels
+from rlhf_mcore.mcore import kernels, recurrence
 from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet, share_heads
@@ -464,10 +464,10 @@ def test_heads_that_ranks_share_go_to_the_kernels(
     # Stand-ins for the exchange. Only tokens of this rank exist, and other ranks' heads return nothing.
     begin = lambda widths: sum(widths[:rank])  # noqa: E731
     monkeypatch.setattr(
-        delta_net, "to_parts", lambda x, widths, sizes, group: x[..., begin(widths) : begin(widths) + widths[rank]]
+        recurrence, "to_parts", lambda x, widths, sizes, group: x[..., begin(widths) : begin(widths) + widths[rank]]
     )
     monkeypatch.setattr(
-        delta_net,
+        recurrence,
         "to_tokens",
         lambda x, widths, sizes, group: F.pad(x, (begin(widths), sum(widths) - begin(widths) - widths[rank])),
     )
@@ -481,8 +481,8 @@ def test_a_rank_without_heads_calls_no_kernel(net: GatedDeltaNet, monkeypatch: p
     monkeypatch.setattr(net, "_shares", shares)
     net._mine, net.fla = shares[0], KERNELS
     assert not net._mine.values
-    monkeypatch.setattr(delta_net, "to_parts", lambda x, widths, sizes, group: x[..., : widths[0]])
-    monkeypatch.setattr(delta_net, "to_tokens", lambda x, widths, sizes, group: F.pad(x, (0, sum(widths))))
+    monkeypatch.setattr(recurrence, "to_parts", lambda x, widths, sizes, group: x[..., : widths[0]])
+    monkeypatch.setattr(recurrence, "to_tokens", lambda x, widths, sizes, group: F.pad(x, (0, sum(widths))))
     packed = packing(order=torch.arange(24))  # as if this rank had the tokens of all ranks, as above
     assert net(torch.randn(24, 1, net.in_proj.weight.size(1)), None, packed)[0].eq(0).all()
 
